@@ -52,7 +52,11 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, expert: int) -> Tensor:
         """x (n,C) through one expert → (n,C)."""
         both = x @ self.gate_up_proj[expert] + self.gate_up_proj_bias[expert]  # (n,2·width)
-        gate = both[:, ::2].clamp(max=LIMIT)  # (n,width)
-        up = both[:, 1::2].clamp(-LIMIT, LIMIT)  # (n,width)
-        y = gate * torch.sigmoid(ALPHA * gate) * (up + 1)
-        return y @ self.down_proj[expert] + self.down_proj_bias[expert]  # (n,C)
+        return clamped_swiglu(both) @ self.down_proj[expert] + self.down_proj_bias[expert]  # (n,C)
+
+
+def clamped_swiglu(both: Tensor) -> Tensor:
+    """gate · sigmoid(ALPHA · gate) · (up + 1). (n,2·width), gate and up in turn → (n,width)."""
+    gate = both[:, ::2].clamp(max=LIMIT)  # (n,width)
+    up = both[:, 1::2].clamp(-LIMIT, LIMIT)  # (n,width)
+    return gate * torch.sigmoid(ALPHA * gate) * (up + 1)

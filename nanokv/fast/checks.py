@@ -63,6 +63,11 @@ def check_plain(model: Transformer) -> None:
                 hint="use the plain model; hooks that only listen can be put on the optimized one",
             )
         check_values(name, part, model.config)
+    check_one_dtype(model)
+
+
+def check_one_dtype(model: Transformer) -> None:
+    """ConfigError if the matrices have several dtypes."""
     matrices = [each for each in model.named_parameters() if each[1].dim() == 2]
     dtypes = {weight.dtype: name for name, weight in matrices}
     if len(dtypes) > 1:

@@ -21,18 +21,17 @@ from nanokv.cache.base import KVCache, LayerCache
 from nanokv.cache.capabilities import Pages, reserve_of
 from nanokv.cache.packed import Packed
 from nanokv.config import Config
-from nanokv.errors import CacheError, ConfigError
+from nanokv.errors import CacheError
 from nanokv.fast import choice, native
 from nanokv.fast.checks import is_one_call, is_one_packed_call, sees_its_row
 from nanokv.fast.fusing import fused
-from nanokv.fast.weights import FORMATS, Addressed, Dense, Int8, Matrix
+from nanokv.fast.weights import Addressed, MakeMatrix, Matrix, formats
 from nanokv.inference import Position
 from nanokv.model import MLP, Transformer
 from nanokv.model import Block as PlainBlock
 from nanokv.rope import apply_rope, rope_frequencies
 
 Rope = tuple[Tensor, Tensor]  # cos, sin
-MakeMatrix = Callable[..., Matrix]  # (weight, bias or None)
 # The dtype of activations between products, and the product of a matrix with them.
 Way = tuple[torch.dtype, Callable[[Matrix, Tensor], Tensor]]
 
@@ -554,25 +553,7 @@ def fuse(model: Transformer, weights: str | None) -> FastTransformer:
 
     ConfigError for a dtype or a format of weights that these blocks do not read.
     """
-    dtype = model.embed_tokens.weight.dtype
-    own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-    name = str(dtype).removeprefix("torch.")
-    if dtype not in own:
-        raise ConfigError(
-            f"there are no kernels for a model in {name}", hint="load it in bfloat16 or float32"
-        )
-    if weights is None:
-        weights = own[dtype]
-    known = own[dtype], "int8", "int4"
-    if weights not in known:
-        raise ConfigError(
-            f"weights={weights!r} is not a format for a model in {name}",
-            hint=f"one of: {', '.join(known)}; load the model in another dtype for the rest",
-        )
-    make_matrix = FORMATS[weights]
-    make_table: type[Int8] | type[Dense] = Dense
-    if weights in ("int8", "int4"):
-        make_table = Int8
+    weights, make_matrix, make_table = formats(model.dtype, weights)
     table = make_table(model.embed_tokens.weight)
     tied = model.lm_head.weight is model.embed_tokens.weight
     head = table if tied else make_table(model.lm_head.weight)

@@ -75,6 +75,7 @@ class Pages(ctypes.Structure):
         ("table_stride", LONG),
         ("lengths", POINTER),
         ("sequence", POINTER),
+        ("first", POINTER),
         ("format", INT),
     ]
 
@@ -142,7 +143,8 @@ SIGNATURES = {
         ),
         None,
     ),
-    "gated_delta_step": ((*[POINTER] * 7, *[LONG] * 3), None),
+    "attend_step": ((POINTER, POINTER, *[LONG] * 4, POINTER, POINTER), None),
+    "gated_delta_step": ((*[POINTER] * 8, *[LONG] * 3), None),
     "steps": (STEPS, None),
     "steps_fixed": (STEPS, None),
 }

@@ -8,6 +8,7 @@ from nanokv.errors import ConfigError
 from nanokv.fast import gpu
 from nanokv.fast.checks import check_plain
 from nanokv.fast.model import fuse
+from nanokv.fast.products import with_products
 from nanokv.model import Transformer
 from nanokv.support.habits import hinted
 from nanokv.support.neighbours import watch
@@ -42,6 +43,10 @@ def optimize(
     weights. Raises ConfigError for another name, a shape that has no whole groups,
     a model in float16, or a model that is optimized already.
 
+    A family with blocks of its own keeps them: its products and the attention and states of a
+    decode step are kernels then, activations stay in the model's dtype, and the embedding stays as
+    loaded (nanokv/fast/products.py).
+
     A kernel replaces attention only where it computes the same: causal prefill in bf16, and
     decode steps in which each query sees its whole row. Other masks, and custom attention
     functions and cache classes, are called unchanged. Seeds: in fp32 the logits differ from the
@@ -61,10 +66,13 @@ def optimize(
         from nanokv.fast.compiled import Compiled
 
         return Compiled(model, compile)
-    check_plain(model)
     if model.device.type == "cuda":
+        check_plain(model)
         return record(model, weights)
     watch(torch.get_num_threads())
+    if isinstance(model, Transformer) and model.config.family.own_parts:
+        return with_products(model, weights)
+    check_plain(model)
     return fuse(model, weights)
 
 

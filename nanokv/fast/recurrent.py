@@ -1,7 +1,7 @@
-"""A decode step of the gated delta rule that changes its state in place.
+"""A decode step of the gated delta rule that reads and writes its state once.
 
-The kernel (kernels/recurrent.cpp) reads and writes the state once. Without kernels the step is that
-of nanokv/recurrent.py, copied back.
+The kernel (kernels/recurrent.cpp) writes the new state over the old one or into another tensor.
+Without kernels the step is that of nanokv/recurrent.py.
 """
 
 import torch
@@ -11,12 +11,35 @@ from nanokv import recurrent
 from nanokv.fast import native
 
 
-def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> Tensor:
-    """One token per row → y (B,H,Dv) in fp32. S (B,H,Dk,Dv) becomes the state after the token.
+def delta_steps(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor
+) -> recurrent.Pair:
+    """recurrent.gated_delta_steps for one token: the same arguments and results, a new S.
 
-    q, k (B,H,Dk) from recurrent.delta_keys, v (B,H,Dv), g and beta (B,H). No gradient. Raises
-    ValueError if S is not contiguous fp32, or if the shapes do not fit.
+    The marks of a cache (cache/state.py) share the old one.
     """
+    new = torch.empty_like(S)
+    q, k, v, g, beta = (x[:, :, 0] for x in (q, k, v, g, beta))
+    y = gated_delta_step(q, k, v, g, beta, S, new)  # (B,H,Dv)
+    return y[:, :, None], new
+
+
+def gated_delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    S: Tensor,
+    new: Tensor | None = None,
+) -> Tensor:
+    """One token per row → y (B,H,Dv) in fp32. `new` becomes the state after S (B,H,Dk,Dv).
+
+    None: S itself does. q, k (B,H,Dk) from recurrent.delta_keys, v (B,H,Dv), g and beta (B,H). No
+    gradient. Raises ValueError if S or `new` is not contiguous fp32, or if the shapes do not fit.
+    """
+    new = S if new is None else new
+    check(q, k, v, g, beta, new)
     check(q, k, v, g, beta, S)
     q, k, v, g, beta = (x.detach().float() for x in (q, k, v, g, beta))
     kernels = None
@@ -24,13 +47,13 @@ def gated_delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S
         kernels = native.kernels()
     if kernels is None:
         q, k, v, g, beta = (x[:, :, None] for x in (q, k, v, g, beta))
-        y, new = recurrent.gated_delta_steps(q, k, v, g, beta, S)
-        S.copy_(new)
+        y, after = recurrent.gated_delta_steps(q, k, v, g, beta, S)
+        new.copy_(after)
         return y[:, :, 0]  # (B,H,Dv)
     parts = [x.contiguous() for x in (q, k, v, g, beta)]
     y = torch.empty_like(v, memory_format=torch.contiguous_format)  # (B,H,Dv)
     B, H, Dk, Dv = S.shape
-    kernels.gated_delta_step(*map(native.pointer, (y, *parts, S)), B * H, Dk, Dv)
+    kernels.gated_delta_step(*map(native.pointer, (y, *parts, S, new)), B * H, Dk, Dv)
     return y
 
 

@@ -340,7 +340,7 @@ def check_dense(config: Config) -> None:
     if config.family.own_parts:
         raise ConfigError(
             f"{config.family.title} has layers of its own kinds, "
-            "which neither kernels nor compiled blocks compute",
+            "which neither GPU kernels nor compiled blocks compute",
             hint="use the plain model: leave out --fast (or nanokv.optimize)",
         )
     if config.experts:
@@ -367,3 +367,29 @@ FORMATS: dict[str, type[Dense] | type[Int8] | type[Int4]] = {
     "int8": Int8,
     "int4": Int4,
 }
+MakeMatrix = Callable[..., Matrix]  # (weight, bias or None)
+
+
+def formats(dtype: torch.dtype, weights: str | None) -> tuple[str, MakeMatrix, MakeMatrix]:
+    """The format, and what makes a matrix and the table of the vocabulary of a model's tensor.
+
+    `weights` as in `optimize`; None: the model's own. ConfigError for a dtype without kernels and
+    for an unknown format.
+    """
+    own = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    name = str(dtype).removeprefix("torch.")
+    if dtype not in own:
+        raise ConfigError(
+            f"there are no kernels for a model in {name}", hint="load it in bfloat16 or float32"
+        )
+    if weights is None:
+        weights = own[dtype]
+    known = own[dtype], "int8", "int4"
+    if weights not in known:
+        raise ConfigError(
+            f"weights={weights!r} is not a format for a model in {name}",
+            hint=f"one of: {', '.join(known)}; load the model in another dtype for the rest",
+        )
+    if weights in ("int8", "int4"):
+        return weights, FORMATS[weights], Int8
+    return weights, Dense, Dense

@@ -25,6 +25,7 @@ from nanokv.fast import building, gpu, native, private
 from nanokv.fast.model import FastTransformer
 from nanokv.lab.bench import machine
 from nanokv.parallel.group import ALONE
+from oracle import tiny_config
 from small_model import needs_kernels
 from weights_loader.families import FAMILIES
 
@@ -185,6 +186,9 @@ def plan(**changes):
     )
 
 
+SMOLLM3 = Config.from_dict(tiny_config("smollm3").to_dict())
+
+
 @pytest.mark.parametrize(
     ("flags", "changes", "state", "text"),
     [
@@ -205,6 +209,8 @@ def plan(**changes):
             building.State(True),
             "plain (no kernels for experts)",
         ),
+        ([], {"config": SMOLLM3}, building.State(True), "fast products"),
+        (["--fast"], {"config": SMOLLM3}, building.State(True), "fast"),
         ([], {}, building.State(False, "no C++ compiler"), "plain (no C++ compiler)"),
         (
             [],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanokv.fast import native
-from nanokv.fast.recurrent import gated_delta_step
+from nanokv.fast.recurrent import delta_steps, gated_delta_step
 from nanokv.recurrent import delta_keys, gated_delta_steps
 from oracle import gap
 from small_model import needs_kernels
@@ -109,3 +109,13 @@ def test_delta_step_refuses_a_state_that_it_cannot_change(code, change, message)
     inputs, S = token(2, 3, 16, 16)
     with pytest.raises(ValueError, match=message):
         gated_delta_step(*inputs, change(S))
+
+
+def test_delta_steps_leave_the_old_state(code):
+    """As the plain rule for T = 1: marks of a cache share the old state."""
+    inputs, S = token(2, 3, 32, 48)
+    inputs, before = [x[:, :, None] for x in inputs], S.clone()
+    y, new = delta_steps(*inputs, S)
+    right, after = gated_delta_steps(*inputs, S)
+    assert y.shape == right.shape and gap(y, right) <= 1e-5 and gap(new, after) <= 1e-5
+    assert torch.equal(S, before)

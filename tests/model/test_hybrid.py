@@ -281,14 +281,14 @@ def test_caches_without_states_are_refused(models, kind):
         make_cache(kind, ours.config)
 
 
-def test_pages_of_a_model_without_keys_and_kernels_are_refused(models):
+def test_pages_of_a_model_without_keys_and_compiled_blocks_are_refused(models):
     _, ours = models
     kinds = (ours.config.layer_types[ours.config.layer_types.index("full_attention") - 1],)
     kinds *= ours.config.num_hidden_layers
     with pytest.raises(UnsupportedError, match=LACKED):
         PrefixPool(replace(ours.config, layer_types=kinds), 4, 16)
     with pytest.raises(ConfigError, match="layers of its own kinds"):
-        optimize(ours)
+        optimize(ours, compile=32)
 
 
 # --- sizes and the config -------------------------------------------------------------------------------------------

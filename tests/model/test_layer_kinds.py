@@ -135,10 +135,10 @@ def test_caches_that_drop_positions_themselves_are_refused(name):
         make_cache(name, config)
 
 
-def test_there_are_no_kernels(models):
+def test_compiled_blocks_are_refused(models):
     _, ours = models
     with pytest.raises(ConfigError, match="layers of its own kinds"):
-        optimize(ours)
+        optimize(ours, compile=32)
 
 
 # --- the attention of a window --------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ static void run_steps(Sizes n, std::vector<char>& y) {  // B, H, Hk, D, format, 
     Layer layer{qkv.weight, o.weight, gate_up.weight, down.weight, norm.data(), q_norm.data(), k_norm.data(),
                 mlp_norm.data(), n[1], n[2], n[3], 1e-6f, (int32_t)n[4]};
     Pages pages{keys.data(), values.data(), n[5], n[6], n[7], table.data(), n[8], lengths.data(),
-                sequence.empty() ? nullptr : sequence.data(), (int32_t)n[4]};
+                sequence.empty() ? nullptr : sequence.data(), nullptr, (int32_t)n[4]};
     const Layer* layers[] = {&layer};
     const Pages* each[] = {&pages};
     steps(layers, 1, (float*)x.data(), n[0], cos.data(), sin.data(), n[3], each);
@@ -104,7 +104,7 @@ static void run_delta(Sizes n, std::vector<char>& y) {  // heads, Dk, Dv → y a
     auto q = array<float>(), k = array<float>(), v = array<float>(), g = array<float>(), beta = array<float>();
     auto S = array<float>();
     std::vector<float> out(n[0] * n[2]);
-    gated_delta_step(out.data(), q.data(), k.data(), v.data(), g.data(), beta.data(), S.data(), n[0], n[1], n[2]);
+    gated_delta_step(out.data(), q.data(), k.data(), v.data(), g.data(), beta.data(), S.data(), S.data(), n[0], n[1], n[2]);
     memcpy(y.data(), out.data(), 4 * out.size());
     memcpy(y.data() + 4 * out.size(), S.data(), 4 * S.size());
 }

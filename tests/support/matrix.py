@@ -28,9 +28,10 @@ from nanokv.errors import CacheError, UnsupportedError
 from nanokv.fast import batch_invariant, optimize
 from nanokv.fast.compiled import Compiled
 from nanokv.fast.experts import ExpertBlock
+from nanokv.fast.products import Product, ProductTransformer, StackProducts
 from nanokv.fast.stored import assembled
 from nanokv.inference import decode, prefill, prefill_chunks, verify_draft
-from nanokv.loading import build
+from nanokv.loading import build, skeleton
 from nanokv.parallel import context
 from nanokv.parallel.context import ContextCache
 from nanokv.parallel.merge import Split
@@ -138,6 +139,8 @@ def plain(family: str = ""):
 
 def dequantized(fast):
     """A plain model on the weights that `fast` really holds, in fp32."""
+    if isinstance(fast, ProductTransformer):
+        return dequantized_products(fast)
     H, Hk, D = fast.layers[0].heads
     state = {
         "embed_tokens.weight": fast.embed_tokens.table.dense(),
@@ -164,6 +167,21 @@ def dequantized(fast):
         state |= {f"layers.{i}.{name}.weight": weight for name, weight in norms.items()}
     there = {name: tensor for name, tensor in state.items() if tensor is not None}
     return build(fast.config, {name: tensor.float().clone() for name, tensor in there.items()})
+
+
+def dequantized_products(fast):
+    """The same for a model with blocks of its family: its parameters, and what its products hold."""
+    state = dict(fast.named_parameters()) | {"lm_head.weight": fast.lm_head.dense()}
+    for name, part in fast.named_modules():
+        if isinstance(part, Product):
+            state |= {f"{name}.weight": part.matrix.dense(), f"{name}.bias": part.matrix.bias}
+        if isinstance(part, StackProducts):
+            for kind in ("gate_up", "down"):
+                experts = [each.matrix for each in getattr(part, kind)]
+                state[f"{name}.{kind}_proj"] = torch.stack([each.dense().mT for each in experts])
+                state[f"{name}.{kind}_proj_bias"] = torch.stack([each.bias for each in experts])
+    names = skeleton(fast.config).state_dict()
+    return build(fast.config, {name: state[name].detach().float().clone() for name in names})
 
 
 def dequantized_mlp(layer) -> dict:
@@ -268,6 +286,16 @@ MODELS = (
         "plain lfm2": 1e-5,
         "plain gptoss": 1e-5,
         "plain cla": 1e-5,
+        "fp32 smollm3": 1e-5,
+        "int8 smollm3": 0.03,
+        "fp32 olmo3": 1e-5,
+        "bf16 olmo3": 0.03,
+        "fp32 gemma3": 1e-5,
+        "int4 gemma3": 0.03,
+        "fp32 qwen35": 1e-5,
+        "fp32 lfm2": 1e-5,
+        "fp32 gptoss": 1e-5,
+        "fp32 cla": 1e-5,
         "Q8_0+Q5_0 moe-all": 0.025,
         "gpu llama": 1e-5,
         "gpu qwen2": 1e-5,

@@ -60,6 +60,7 @@ struct Pages {
     int64_t table_stride;
     const int32_t* lengths;            // (B): how many keys row b sees
     const int32_t* sequence;           // (B): the sequence of row b, or null: row b is sequence b
+    const int32_t* first;              // (B): the first key that row b sees, or null: key 0
     int32_t format;                    // FP32 or BF16
 };
 
@@ -70,6 +71,8 @@ static inline int64_t place(const Pages& p, int64_t b, int64_t head, int64_t s, 
     int64_t i = sequence_of(p, b), page = p.table ? p.table[i * p.table_stride + s / p.page_size] : i;
     return page * p.page_stride + head * p.head_stride + s % p.page_size * D;
 }
+
+static inline int64_t first_of(const Pages& p, int64_t b) { return p.first ? p.first[b] : 0; }
 
 // Keys per task: the scores fit into the first-level cache, keys and values into the second.
 const int PART = 256;
@@ -331,6 +334,7 @@ static void attend_task(const Pages& p, const Task& task, const float* q, int64_
 
 // How many rows from b on one task takes: adjacent tokens of one sequence.
 static int64_t rows_together(const Pages& p, int64_t b, int64_t B, int64_t G) {
+    if (p.first) return 1;
     int64_t rows = 1, most = QUERIES / G;
     while (p.sequence && rows < most && b + rows < B && p.sequence[b + rows] == p.sequence[b]) rows++;
     return rows * G < FEW ? 1 : rows;
@@ -340,10 +344,11 @@ static int64_t rows_together(const Pages& p, int64_t b, int64_t B, int64_t G) {
 const int64_t FIXED_RUN = 16;
 
 // q (B,H,D) → y (B,H,D): softmax(q kᵀ / √D) v, each key and value read once for its G queries. In FIXED
-// each row has tasks of its own.
-static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int64_t D, const Pages& pages, Sums sums) {
+// each row has tasks of its own. sinks (H), or null: a score beside the keys', whose value is 0.
+static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int64_t D, const Pages& pages, Sums sums,
+                      const float* sinks = nullptr) {
     int64_t G = H / Hk, longest = 0;
-    for (int64_t b = 0; b < B; b++) longest = pages.lengths[b] > longest ? pages.lengths[b] : longest;
+    for (int64_t b = 0; b < B; b++) longest = std::max(longest, pages.lengths[b] - first_of(pages, b));
     int64_t parts = (longest + PART - 1) / PART;
     std::vector<float> out(B * Hk * parts * G * D), largest(B * Hk * parts * G, -INFINITY), total(B * Hk * parts * G);
     for (int64_t i = 0; i < B * H * D; i++) q[i] /= sqrtf((float)D);
@@ -353,7 +358,7 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
     for (int64_t b = 0, rows; b < B; b += rows) {
         rows = sums == FIXED ? 1 : rows_together(pages, b, B, G);
         for (int64_t head = 0; head < Hk; head++)
-            for (int64_t from = 0, S = pages.lengths[b + rows - 1]; from < S; from += PART)
+            for (int64_t from = first_of(pages, b), S = pages.lengths[b + rows - 1]; from < S; from += PART)
                 tasks.push_back({b, rows, head, from, from + PART < S ? from + PART : S, run});
     }
     // The place of query g of a row and KV head for a part of the keys.
@@ -366,7 +371,7 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
         for (int64_t i = 0; i < count; i++) {
             const Task& task = tasks[i];
             const Task* next = (i + 1) % some && i + 1 < count ? &task + 1 : nullptr;
-            int64_t part = task.from / PART, first = at(task.b, task.head, part, 0);
+            int64_t part = (task.from - first_of(pages, task.b)) / PART, first = at(task.b, task.head, part, 0);
             const float* query = q + (task.b * H + task.head * G) * D;
             if (task.rows == 1) {
                 auto f = pages.format == FP32 ? attend_head<float> : attend_head<bf16>;
@@ -380,9 +385,10 @@ static void attention(float* y, float* q, int64_t B, int64_t H, int64_t Hk, int6
         }
 #pragma omp for
         for (int64_t i = 0; i < B * H; i++) {  // merge the parts of head i % H of row i / H
-            float most = -INFINITY, sum = 0, *to = y + i * D;
+            float most = sinks ? sinks[i % H] : -INFINITY, *to = y + i * D;
             auto place = [&](int64_t part) { return at(i / H, i % H / G, part, i % G); };
             for (int64_t part = 0; part < parts; part++) most = fmaxf(most, largest[place(part)]);
+            float sum = sinks ? expf(sinks[i % H] - most) : 0;  // once per query, not per part
             for (int64_t d = 0; d < D; d++) to[d] = 0;
             for (int64_t part = 0; part < parts; part++) {
                 // A part of NaNs is not skipped: 0 · NaN is NaN.
@@ -498,6 +504,12 @@ void dense_rows(void* to, const Weight* w, int64_t n0, int64_t n1, int32_t forma
 #pragma omp parallel for if ((n1 - n0) * K >= WORTH)
     for (int64_t n = n0; n < n1; n++)
         format == FP32 ? table_row((float*)to + (n - n0) * K, *w, n) : unpack((bf16*)to + (n - n0) * K, *w, n);
+}
+
+// Attention alone: q (M,H,D), which is overwritten → y (M,H,D).
+void attend_step(float* y, float* q, int64_t M, int64_t H, int64_t Hk, int64_t D, const Pages* pages, const float* sinks) {
+    Timer timer(ATTENTION);
+    attention(y, q, M, H, Hk, D, *pages, FASTEST, sinks);
 }
 
 // The two halves of a layer, before and after the cache stores keys and values.

@@ -34,8 +34,8 @@ static inline void read_rows(const float* S, const float* k, const float* q, int
 // The first loop reads S from memory, in the order of its addresses. The second writes it: 64 KB
 // (128 × 128) are still in the L2 cache. Meanwhile it fetches the S of the next head into that
 // cache, which saves a fifth of the time. A prefetch for writing saves less.
-static void delta_head(const float* q, const float* k, const float* v, float g, float beta, float* S, const float* next,
-                       int64_t Dk, int64_t Dv, float* delta, float* y) {
+static void delta_head(const float* q, const float* k, const float* v, float g, float beta, const float* S, float* to,
+                       const float* next, int64_t Dk, int64_t Dv, float* delta, float* y) {
     const int ROWS = 4;
     for (int64_t j = 0; j < Dv; j++) delta[j] = y[j] = 0;
     int64_t i = 0;
@@ -48,30 +48,32 @@ static void delta_head(const float* q, const float* k, const float* v, float g, 
         y[j] = keep * y[j] + overlap * delta[j];
     }
     for (i = 0; i < Dk; i++) {
-        float *row = S + i * Dv, key = k[i];
+        const float* row = S + i * Dv;
+        float *out = to + i * Dv, key = k[i];
         int64_t j = 0;
         for (; j + 16 <= Dv; j += 16) {
             __builtin_prefetch(next + i * Dv + j, 0, 2);
-            store16(row + j, keep * load16(row + j) + key * load16(delta + j));
+            store16(out + j, keep * load16(row + j) + key * load16(delta + j));
         }
-        for (; j < Dv; j++) row[j] = keep * row[j] + key * delta[j];
+        for (; j < Dv; j++) out[j] = keep * row[j] + key * delta[j];
     }
 }
 
 extern "C" {
 
-// One token per row: q, k (n,Dk), v (n,Dv), g, beta (n,), S (n,Dk,Dv) → y (n,Dv), with S changed in
-// place. n = B·H heads.
-void gated_delta_step(float* y, const float* q, const float* k, const float* v, const float* g, const float* beta, float* S,
-                      int64_t n, int64_t Dk, int64_t Dv) {
+// One token per row: q, k (n,Dk), v (n,Dv), g, beta (n,), S (n,Dk,Dv) → y (n,Dv), and the state
+// after the token in `to`, which may be S. n = B·H heads.
+void gated_delta_step(float* y, const float* q, const float* k, const float* v, const float* g, const float* beta,
+                      const float* S, float* to, int64_t n, int64_t Dk, int64_t Dv) {
     Timer timer(ATTENTION);
 #pragma omp parallel if (4 * n * Dk * Dv >= WORTH)
     {
         std::vector<float> delta(Dv);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < n; i++) {
-            float *head = S + i * Dk * Dv, *next = i + 1 < n ? head + Dk * Dv : head;
-            delta_head(q + i * Dk, k + i * Dk, v + i * Dv, g[i], beta[i], head, next, Dk, Dv, delta.data(), y + i * Dv);
+            const float *head = S + i * Dk * Dv, *next = i + 1 < n ? head + Dk * Dv : head;
+            delta_head(q + i * Dk, k + i * Dk, v + i * Dv, g[i], beta[i], head, to + i * Dk * Dv, next, Dk, Dv, delta.data(),
+                       y + i * Dv);
         }
     }
 }

@@ -104,9 +104,9 @@ class Ours(Runner):
     ) -> None:
         tensors = {t.data_ptr(): t for t in (*model.parameters(), *model.buffers())}
         read = sum(tensor.nbytes for tensor in tensors.values())
-        # A step reads one row of the embedding table; a tied table is read in full, as the head.
+        # A step reads one row of the embedding table; a table that is the head is read in full.
         table = model.embed_tokens.weight
-        if not model.config.tie_word_embeddings:
+        if model.lm_head.weight.data_ptr() != table.data_ptr():
             read -= table.nbytes
         read -= unread_bytes(model, batch)
         kv = costs.kv_bytes_per_token(model.config, dtype.itemsize)

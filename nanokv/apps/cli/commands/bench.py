@@ -650,20 +650,22 @@ def runnable(given: BenchOptions, loaded: Loaded, weights: list[str]) -> list[st
     """
     if given.weights:
         return weights
-    family = loaded.model.config.family
-    if family.own_parts:
-        terminal.warning(f"plain only: no kernels for {family.title}")
-        return ["plain"]
+    own_parts = loaded.model.config.family.own_parts
     if not loaded.device.startswith("cuda"):
         from nanokv.fast import native
         from weights_loader import stored_matrices
 
         if loaded.device != "cpu" or loaded.ranks.size > 1 or native.kernels() is None:
             return weights
-        return ["stored", "fast"] if stored_matrices(loaded.folder) else weights
+        if own_parts or not stored_matrices(loaded.folder):
+            return weights
+        return ["stored", "fast"]
     from nanokv.fast import gpu
 
-    if why := gpu.missing(loaded.device, loaded.dtype):
+    why = gpu.missing(loaded.device, loaded.dtype)
+    if own_parts:
+        why = f"no kernels for {loaded.model.config.family.title}"
+    if why:
         terminal.warning(f"plain only: {why}")
         return ["plain"]
     return weights

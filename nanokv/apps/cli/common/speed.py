@@ -81,6 +81,8 @@ def check_invariant(wanted: SpeedOptions | None, cache: CacheOptions) -> None:
 def refuse_variant(plan: Plan) -> None:
     """NanoKVError for --batch-invariant if this model has no kernels here."""
     why = not_for_kernels(plan)
+    if not why and plan.config.family.own_parts:
+        why = f"no kernels compute whole layers of {plan.config.family.title}"
     if not why and plan.config.experts:
         why = "no kernels compute whole layers of experts"
     if not why and not kernels_possible():
@@ -106,9 +108,6 @@ def choose(plan: Plan, wanted: SpeedOptions | None, fits: Callable[[int], bool])
     if plan.device.startswith("cuda"):
         return choose_on_gpu(plan, wanted, fits)
     blocks = not (wanted.dequantize or wanted.quantize or plan.config.family.own_parts)
-    if (wanted.fast or wanted.quantize) and plan.config.family.own_parts:
-        flag = "--fast" if wanted.fast else "--quantize"
-        raise NanoKVError(f"{flag}: {not_for_kernels(plan)}", f"leave out {flag}")
     if wanted.fast or wanted.quantize or wanted.invariant:
         invariant = "batch-invariant" if wanted.invariant else None
         text = " ".join(filter(None, ("fast", wanted.quantize, invariant)))
@@ -124,7 +123,8 @@ def choose(plan: Plan, wanted: SpeedOptions | None, fits: Callable[[int], bool])
         return Choice(False, f"plain ({why})")
     if plan.stored is not None:
         return Choice(True, "fast kernels, weights as stored", as_stored=True, blocks=True)
-    return Choice(True, "fast kernels", blocks=blocks)
+    text = "fast products" if plan.config.family.own_parts else "fast kernels"
+    return Choice(True, text, blocks=blocks)
 
 
 def kernels_possible() -> bool:
@@ -140,7 +140,7 @@ def stored_matrices(plan: Plan, wanted: SpeedOptions | None) -> dict[str, tuple[
     """
     if wanted is None or wanted.plain or wanted.quantize or wanted.dequantize:
         return {}
-    if plan.ranks.size > 1 or not_for_kernels(plan):
+    if plan.ranks.size > 1 or not_for_kernels(plan) or plan.config.family.own_parts:
         return {}
     return blocks_in(plan.folder)
 
@@ -225,10 +225,12 @@ def choose_on_gpu(plan: Plan, wanted: SpeedOptions, fits: Callable[[int], bool])
 def prefetch(plan: Plan) -> "Prefetch | None":
     """Start reading the weights that will be fused, while torch is imported.
 
-    None if nothing is fused, or if quantized weights replace them. `check_memory` has counted
-    these bytes.
+    None if nothing is fused, as in blocks of a family's own, or if quantized weights replace them.
+    `check_memory` has counted these bytes.
     """
     code = plan.code
+    if plan.config.family.own_parts:
+        return None
     if code.fast and plan.device == "cpu" and not code.quantize and not code.as_stored:
         from weights_loader.prefetch import Prefetch
 
@@ -241,7 +243,8 @@ def prefetch(plan: Plan) -> "Prefetch | None":
 def unusable(plan: Plan) -> str:
     """The reason why kernels cannot run this model, or ""."""
     why = not_for_kernels(plan)
-    if not why and plan.config.experts and plan.stored is None:
+    own_parts = plan.config.family.own_parts  # among them experts, whose products have kernels
+    if not why and plan.config.experts and plan.stored is None and not own_parts:
         why = "no kernels for experts"
     return why
 
@@ -252,18 +255,21 @@ def not_for_kernels(plan: Plan) -> str:
         return f"kernels are for CPUs, this is {plan.device.partition(':')[0]}"
     if plan.dtype_name not in ("float32", "bfloat16"):
         return f"no kernels for {plan.dtype_name}"
-    if plan.config.family.own_parts:
-        return f"no kernels for {plan.config.family.title}"
     return ""
 
 
 def fusing_bytes(plan: Plan) -> int:
-    """Peak bytes of fusing: the matrices of one layer are in memory twice (q, k, v; gate, up)."""
+    """Peak bytes of fusing: the matrices of one layer are in memory twice.
+
+    They are q, k and v, or gate and up; of stacked experts, gate and up of all.
+    """
     from nanokv.costs import ITEMSIZE
 
     config = plan.config
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     rows = max(heads * config.head_dim, 2 * config.intermediate_size)
+    if config.family.stacked and config.experts:
+        rows = 2 * config.experts.moe_intermediate_size * config.experts.num_experts
     return rows * config.hidden_size * ITEMSIZE[plan.dtype_name]
 
 
@@ -301,7 +307,9 @@ def fused(model: "Transformer", choice: Choice, output: OutputOptions) -> "Trans
         return optimize(model)
     announce_build(output)
     model = optimize(model, choice.quantize)
-    notice(f"fast: {model.weights} weights, {code_text()}", output)
+    family = model.config.family
+    what = f"; the rest of {family.title}'s layers is plain" if family.own_parts else ""
+    notice(f"fast: {model.weights} weights, {code_text()}{what}", output)
     return model
 
 
