@@ -1,6 +1,6 @@
 """What a recurrent state recalls: twins with states, with attention, and with both, on one task and for as many steps.
 
-    python tests/tools/hybrid_twin.py recall [--steps 1500] [--out recall.json]     15 min, the table of notebook 17
+    python tests/tools/hybrid_twin.py recall [--out recall.json]    8 min of one thread: the table of notebook 17
     python tests/tools/hybrid_twin.py corpus [--steps 300] [--out runs/hybrid]      the recipe of `nanokv train`
 
 `recall` is multi-query associative recall (Arora et al. 2023, Zoology, arXiv 2312.04927): N pairs of a key and a value,
@@ -197,7 +197,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     table = commands.add_parser("recall")
-    table.add_argument("--steps", type=int, default=1500)
+    table.add_argument("--steps", type=int, default=1200)
     table.add_argument("--out")
     table.set_defaults(run=run_recall)
     corpus = commands.add_parser("corpus")
