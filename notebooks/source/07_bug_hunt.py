@@ -50,9 +50,9 @@ for name, fault in faults.FAULTS.items():
 # With each bug switched on, the model is asked a question such as *What is my name?*, in a situation in which the bug
 # has an effect. Which bugs leave the answer **word for word right**, without an error and without an odd word? Put
 # their names into a set. The titles are enough to decide. (These words in them are in the glossary:
-# [adapter](glossary.md#adapter), [beams](glossary.md#beam-search), [chunk](glossary.md#chunk), [learned
-# sink](glossary.md#learned-sink), [page](glossary.md#page), [prefix](glossary.md#prefix) and
-# [reordered](glossary.md#reorder).)
+# [adapter](glossary.md#adapter), [beams](glossary.md#beam-search), [chunk](glossary.md#chunk),
+# [draft](glossary.md#speculative-decoding), [learned sink](glossary.md#learned-sink), [page](glossary.md#page),
+# [prefix](glossary.md#prefix), [recurrent state](glossary.md#recurrent-state) and [reordered](glossary.md#reorder).)
 
 # %% tags=["exercise"]
 bet = ...  # {"…", "…"}
@@ -108,9 +108,9 @@ course.figure("07.bytes", count["bytes"])
 course.figure("07.tokens", count["tokens"])
 
 # %% [markdown]
-# Of <!--fig 07.all-->28<!--/fig--> bugs, <!--fig 07.errors-->2<!--/fig--> stop with an error
-# and <!--fig 07.words-->13<!--/fig--> change words. Some of these answers are still correct sentences, for example one
-# with a different name. With the other <!--fig 07.silent-->13<!--/fig--> every word is right. Some of these change no
+# Of <!--fig 07.all-->31<!--/fig--> bugs, <!--fig 07.errors-->2<!--/fig--> stop with an error
+# and <!--fig 07.words-->14<!--/fig--> change words. Some of these answers are still correct sentences, for example one
+# with a different name. With the other <!--fig 07.silent-->15<!--/fig--> every word is right. Some of these change no
 # value at all: <!--fig 07.bytes-->2<!--/fig--> only cost memory, and <!--fig 07.tokens-->1<!--/fig--> only costs time,
 # because a known prefix is computed again. The plot shows how much the logits change, for all bugs except the ones in
 # batches and beams and the ones that stop with an error:
@@ -180,7 +180,8 @@ print(f"(the prompt of the first conversation is tokens 0 to {prompt - 1})")
 #   prompts.)
 # - **Which operation.** `rope_k`: the key that reaches attention is wrong. Its position is wrong, or it was stored
 #   wrongly. `rope_q`: the key is right, and the query is rotated to another position. `attention`: query, key and value of the new token are right and the output is wrong, so the error is in
-#   the numbers read from the *cache*, or in the mask. `embed_tokens`: the [embedding](glossary.md#embedding) of the
+#   the numbers read from the *cache*, or in the mask. `attention_residual`: the sum after a layer without keys is wrong, so
+#   its recurrent state is. `embed_tokens`: the [embedding](glossary.md#embedding) of the
 #   token differs, so a different token was fed at this position. `the pass that failed`: the run ended there, with an
 #   error.
 # - **Which layer.** Nearly always layer 0, because a wrong cache is wrong in every layer. Later layers inherit the
@@ -216,7 +217,7 @@ def outcome(run, forced=None):
     """What a situation gives: an Outcome, or the error."""
     try:
         return run(small, prompts, forced)
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:
         return error
 
 
@@ -275,8 +276,8 @@ course.show(fig, alt="A table of bugs and situations. About half of the bugs sho
 # %% [markdown]
 # One prompt and one answer (`solo`) reveal <!--fig 07.solo-->12<!--/fig--> of the bugs, if you compare logits and
 # bytes. Reading the prompt in chunks reveals <!--fig 07.chunked-->15<!--/fig-->. The others are visible only with a
-# second request, a batch, beams, an undone turn, a full buffer, a cache that forgets, stored pages or attention in
-# parts. So a test must create the situation in which a bug has an effect.
+# second request, a batch, beams, an undone turn, a full buffer, a cache that forgets, stored pages, attention in
+# parts, recurrent states or shared keys. So a test must create the situation in which a bug has an effect.
 
 # %% [markdown]
 # ## Experiment 4: grade the tests

@@ -654,8 +654,8 @@ course.answer("16.q3", q3)
 #
 # ## Next
 #
-# This was the last notebook. You have written a cache, its pages, an engine and the kernels of its step, and a test for
-# each. Now try them on another model: `NANOKV_MODEL=… make notebooks` uses your folder `my`.
+# A layer need not keep keys at all. In notebook [17](17_a_cache_that_forgets.ipynb) a state of fixed size takes their
+# place, and can neither grow nor be cut.
 
 # %% tags=["skip"]
 course.progress()

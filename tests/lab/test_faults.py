@@ -4,6 +4,7 @@ What is written in the catalogue (seen_by, scenario) is measured here on the bun
 words runs on a small random one.
 """
 
+import contextlib
 import inspect
 import random
 import re
@@ -19,7 +20,7 @@ from nanokv.attention import Masked
 from nanokv.cache.base import NoCache
 from nanokv.errors import NanoKVError
 from nanokv.lab import faults
-from nanokv.lab.faults.scenarios import PAGE, adapted
+from nanokv.lab.faults.scenarios import PAGE, TWINS, adapted, model_of
 from nanokv.lab.faults.sinks import SINK, SplitWithSink
 from nanokv.lab.faults.substitute import PerObject
 from nanokv.lab.study import equality
@@ -28,8 +29,9 @@ pytestmark = pytest.mark.sampled
 
 EACH = pytest.mark.parametrize("name", faults.FAULTS)
 COST = ("cached_queries", "repeated_before_caching")
-# What the equality suite cannot meet: it checks lossless caches, one request to each, and their usual attention.
-ELSEWHERE = ("evicted", "split", "again", "adapters", "twins")
+# What the equality suite cannot meet: it checks lossless caches, one request to each, their usual attention, and the
+# model's own layers.
+ELSEWHERE = ("evicted", "split", "rejected", "resumed", "shared_keys", "again", "adapters", "twins")
 IDS = torch.arange(2, 14)[None]  # (1,12)
 
 
@@ -100,6 +102,10 @@ def test_what_is_stated_is_what_happens(name, bundled):
         ("offset_advanced_in_place", 0, 0, "rope_q"),  # padding comes earlier, and is not compared
         ("entries_as_position", 0, 46, "rope_k"),  # 34 entries are kept, and 46 comes next
         ("sink_per_part", 0, 0, "attention"),
+        # A state has no operation of its own: its layer's sum is the first.
+        ("draft_stays_in_state", 0, 46, "attention_residual"),
+        ("chunk_from_empty_state", 0, 8, "attention_residual"),
+        ("shared_keys_rotated_twice", 1, 1, "rope_k"),  # layer 1 has none; position 0 is not turned
         ("page_key_without_adapter", 0, 44, "attention"),  # 11 pages of 4 are reused
         ("page_freed_in_use", 0, 46, "attention"),
         ("wrong_axis", 0, 46, "the pass that failed"),
@@ -177,7 +183,7 @@ def test_scenarios_agree_with_the_uncached_model(scenario, model):
         )
     else:
         ids = prompts[0] + outcome.answers[0][:-1]
-        expected = expected_logits(scenario, model, torch.tensor([ids]))[0, 11:]
+        expected = expected_logits(scenario, model_of(scenario, model), torch.tensor([ids]))[0, 11:]
     assert torch.allclose(outcome.logits, expected, atol=1e-4)
 
 
@@ -235,6 +241,49 @@ def test_a_caller_that_counts_itself_notices_entries_as_position(model):
         nanokv.decode(model, IDS[:, 8:9], cache, start_pos=8)
         with pytest.raises(ValueError, match="start_pos is 9, but the cache holds 8 tokens"):
             nanokv.decode(model, IDS[:, 9:10], cache, start_pos=9)
+
+
+@pytest.mark.parametrize("scenario", TWINS)
+def test_a_twin_has_the_new_layers_and_leaves_the_model_alone(scenario, model):
+    before = [weight.clone() for weight in model.parameters()]
+    twin = model_of(scenario, model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert len(twin.layers) == 2 * len(model.layers) and model_of(scenario, twin) is twin
+    assert {parameter.dtype for parameter in twin.parameters()} == {torch.float32}
+    own = [block for block in twin.layers if type(block) is type(model.layers[0])]
+    assert len(own) == len(model.layers) or scenario == "shared_keys"
+    again = model_of(scenario, model)
+    assert all(map(torch.equal, twin.parameters(), again.parameters())), "the same in every run"
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("chunk_from_empty_state", 1), ("chunk_from_empty_state", 12)]
+)
+def test_one_pass_and_single_tokens_hide_an_empty_start(name, step, model):
+    """What every generation does, and why nobody noticed: the state is lost in a second chunk alone."""
+    twin = model_of("resumed", model)
+    cache = nanokv.make_cache("dict", twin.config)
+    with faults.inject(name):
+        for part in IDS.split(step, 1):
+            logits = nanokv.prefill(twin, part, cache, start_pos=cache.length)
+    assert torch.allclose(logits, nanokv.score(twin, IDS)[:, -1], atol=1e-4)
+
+
+def test_a_draft_stays_in_the_state_and_not_in_the_keys(model):
+    """The length and the keys are those of the right code, so that nothing looks odd."""
+    twin = model_of("rejected", model)
+    held = {}
+    for name in (None, "draft_stays_in_state"):
+        cache = nanokv.make_cache("dict", twin.config)
+        nanokv.prefill(twin, IDS[:, :8], cache, start_pos=0)
+        nanokv.prefill(twin, IDS[:, 8:], cache, start_pos=8)
+        with contextlib.nullcontext() if name is None else faults.inject(name):
+            cache.truncate(8)
+        held[name] = cache
+    right, wrong = held.values()
+    assert right.length == wrong.length == 8
+    assert torch.equal(right[1]["key"], wrong[1]["key"])
+    assert not torch.allclose(right[0].read(1)[1], wrong[0].read(1)[1], atol=1e-3)
 
 
 def test_an_adapter_has_other_keys_and_values_and_leaves_the_model_alone(model):

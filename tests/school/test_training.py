@@ -28,6 +28,7 @@ from nanokv.apps import cli
 from nanokv.apps.cli.common import terminal
 from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.attention import Causal
+from nanokv.config import Linear
 from nanokv.errors import NanoKVError
 from nanokv.school.training import corpus, data, run_folder, trainer
 from nanokv.school.training.run_folder import checkpoints
@@ -1115,3 +1116,57 @@ def test_smoke_run_of_the_real_command(tmp_path):
     )
     stored = json.loads((tmp_path / "run" / "model" / "tokenizer.json").read_text())
     assert stored == json.loads(data.train_tokenizer(0, trainer.VOCAB_SIZE).to_str())
+
+
+# --- the hybrid twin --------------------------------------------------------------------------------------------------
+
+STATES = replace(
+    SMALL,
+    model_type="qwen3_5_text",
+    num_hidden_layers=4,
+    layer_types=(*["linear_attention"] * 3, "full_attention"),
+    linear=Linear(
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+    ),
+)
+
+
+def test_a_model_with_states_is_trained_and_reloaded(tmp_path):
+    """Through gated_delta_chunks: every weight has a gradient, the loss falls, a checkpoint goes on to the bit."""
+    recipe = Recipe(tokens_per_batch=256).scaled(40)
+    run = Trainer(recipe, config=STATES, tokenizer=small_tokenizer())
+    assert not run.mixed and not run.compile(), "fp32 and eager, as documented"
+    run.loss(*run.rows().batch(0)).backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in run.model.parameters())
+    run.model.zero_grad(set_to_none=True)
+    losses = [run.train_step() for _ in range(20)]
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5]), losses
+    run.save(tmp_path / "run")
+    again = Trainer(recipe, config=STATES, tokenizer=small_tokenizer())
+    again.resume(tmp_path / "run")
+    assert again.train_step() == run.train_step()
+    run.export(tmp_path / "model")
+    model, _ = nanokv.load(tmp_path / "model", dtype="float32")
+    ids = torch.arange(2, 80)[None]
+    ours = run.model.requires_grad_(False).bfloat16().float()
+    assert model.config == STATES and torch.equal(nanokv.score(model, ids), nanokv.score(ours, ids))
+
+
+def test_states_are_initialised_between_forgetting_and_keeping():
+    """The decay per token is that of Mamba 2 and fla; norms that scale by 1 + w begin at 1."""
+    run = Trainer(Recipe(tokens_per_batch=256), config=STATES, tokenizer=small_tokenizer())
+    layer = run.model.layers[0].linear_attn
+    kept = (-layer.A_log.exp() * torch.nn.functional.softplus(layer.dt_bias)).exp()
+    assert ((kept > 0.2) & (kept < 0.9991)).all()
+    assert not run.model.norm.weight.any() and not run.model.layers[3].self_attn.k_norm.weight.any()
+    assert (layer.norm.weight == 1).all()
+
+
+def test_the_twin_of_the_bundled_model_has_three_states_to_one_attention():
+    config = trainer.HYBRID
+    assert (config.states, config.num_hidden_layers, config.hidden_size) == (6, 8, 192)
+    assert [config.is_linear(i) for i in range(4)] == [True, True, True, False]

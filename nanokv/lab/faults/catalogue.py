@@ -8,7 +8,7 @@ diagnose() measures it, and the tests compare the measurement with the entry her
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -27,7 +27,9 @@ from nanokv.cache.padded import PaddedCache
 from nanokv.cache.pool import PagePool
 from nanokv.cache.prefix import PrefixPool
 from nanokv.cache.sliding import SlidingCache
+from nanokv.cache.state import History, StateLayer
 from nanokv.cache.static import StaticCache
+from nanokv.cla import SharingAttention
 from nanokv.inference import prefill_chunks
 from nanokv.lab.faults.sinks import SINK, SplitWithSink
 from nanokv.lab.faults.substitute import (
@@ -439,6 +441,79 @@ def sink_per_part() -> Swaps:
         return merge(outputs * share, torch.logaddexp(lse, sink))
 
     return [(SplitWithSink, "merged", merged)]
+
+
+# --- states, and keys that layers share --------------------------------------------------------
+
+
+@fault(
+    "a rejected draft stays in the recurrent state",
+    "trim cuts off the keys of rejected tokens. A recurrent state is a sum of all tokens, of which "
+    "nothing can be cut off: trim does nothing there, and raises nothing. Positions and keys go on "
+    "from the right place, and the state from another. Restore a snapshot, or refuse.",
+    "ml-explore/mlx-lm#1109",
+    "logits",
+    "rejected",
+)
+def draft_stays_in_state() -> Swaps:
+    """truncate of a state sets its length, and leaves S and conv as they are."""
+    right = StateLayer.truncate
+
+    def truncate(self, n):
+        if n == 0:
+            return right(self, n)
+        now = replace(self.history.now, length=n)
+        self.history = History(now, (now,))
+
+    return [(StateLayer, "truncate", truncate)]
+
+
+@fault(
+    "a chunk starts from an empty recurrent state",
+    "The kernel for many tokens is called with initial_state=None, as for a first prompt; only the "
+    "step of one token takes the old state. A prompt in one pass and its answer are right. The "
+    "second chunk of a prompt, the next turn and the check of a draft forget everything before.",
+    "huggingface/transformers#45513",
+    "logits",
+    "resumed",
+)
+def chunk_from_empty_state() -> Swaps:
+    """T > 1 tokens get neither S nor conv."""
+    right = StateLayer.read
+
+    def read(self, T):
+        conv, S, real = right(self, T)
+        if T > 1:
+            return None, None, real
+        return conv, S, real
+
+    return [(StateLayer, "read", read)]
+
+
+@fault(
+    "keys that layers share are rotated once more",
+    "A layer without keys of its own takes those of an earlier layer from the cache, where they "
+    "are rotated already, and then runs the lines of every other layer: RoPE again. Without a "
+    "cache it gets them before RoPE, so training and a pass without a cache are right.",
+    "ml-explore/mlx-lm#1702",
+    "words",
+    "shared_keys",
+)
+def shared_keys_rotated_twice() -> Swaps:
+    """A sharing layer rotates the newest T keys that it reads."""
+    right = SharingAttention.forward
+
+    def forward(self, x, rope, cache, attend):
+        def rotate_again(q, k, v):
+            T = q.shape[2]
+            new = apply_rope(k[:, :, -T:], rope)
+            return attend(q, torch.cat((k[:, :, :-T], new), dim=2), v)
+
+        if cache.entry.capacity == 0:  # NoCache
+            return right(self, x, rope, cache, attend)
+        return right(self, x, rope, cache, rotate_again)
+
+    return [(SharingAttention, "forward", forward)]
 
 
 # --- batches -----------------------------------------------------------------------------------

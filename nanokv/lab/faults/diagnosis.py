@@ -14,7 +14,7 @@ from torch import Tensor
 from nanokv.errors import NanoKVError
 from nanokv.lab.faults.catalogue import Fault
 from nanokv.lab.faults.injection import find, inject
-from nanokv.lab.faults.scenarios import SCENARIOS, Outcome, Scenario, solo
+from nanokv.lab.faults.scenarios import SCENARIOS, Outcome, Scenario, model_of, solo
 from nanokv.lab.study.debug import Key, Pass, compare, earliest, watch
 from nanokv.model import Transformer
 from nanokv.text.tokenizer import Tokenizer
@@ -96,6 +96,7 @@ def diagnose(
     """
     fault = find(name)
     prompts = prompts_for(model, tokenizer, prompts)
+    model = model_of(fault.scenario, model)
     scenario = SCENARIOS[fault.scenario]
     # The right answer to `overflow` is an error, so its text comes from a cache with enough room.
     right_one = solo if fault.scenario == "overflow" else scenario
@@ -106,9 +107,7 @@ def diagnose(
         said, _, error = watched(scenario, model, prompts)
         wrong, wrong_passes, _ = watched(scenario, model, prompts, right.answers)
     step, layer, token = first_difference(passes, wrong_passes, failed=bool(error))
-    answers: list[list[int]] = [[] for _ in right.answers]
-    if said is not None:
-        answers = said.answers
+    answers: list[list[int]] = [[] for _ in right.answers] if said is None else said.answers
     if wrong is None:  # it failed: no position is compared
         wrong = Outcome(truth.logits[:0], [], 0)
     deltas = per_position(truth.logits, wrong.logits)

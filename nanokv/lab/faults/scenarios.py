@@ -21,6 +21,7 @@ from nanokv.decoding.batching import generate_padded
 from nanokv.decoding.beam import beam_search
 from nanokv.inference import decode, prefill, prefill_chunks
 from nanokv.lab.faults.sinks import SinkCache
+from nanokv.lab.faults.twins import itself, sharing_keys, with_states
 from nanokv.model import Transformer
 
 LONGEST = 40  # tokens of an answer
@@ -130,6 +131,38 @@ def split(
     return go_on(model, cache, logits, forced)
 
 
+# --- parts that the bundled model lacks ---------------------------------------------------------
+
+
+def rejected(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
+    """As undo, in a model whose other layers have a recurrent state: a rejected draft."""
+    return undo(model, prompts, forced)
+
+
+def resumed(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
+    """As chunked, in a model whose other layers have a recurrent state."""
+    return chunked(model, prompts, forced)
+
+
+def shared_keys(
+    model: Transformer, prompts: list[list[int]], forced: list[list[int]] | None = None
+) -> Outcome:
+    """As solo, in a model whose other layers read the keys of the layer before them."""
+    return solo(model, prompts, forced)
+
+
+TWINS = {"rejected": with_states, "resumed": with_states, "shared_keys": sharing_keys}
+
+
+def model_of(scenario: str, model: Transformer) -> Transformer:
+    """The model that a scenario runs: this one, or its twin with the parts that the scenario needs."""
+    return TWINS.get(scenario, itself)(model)
+
+
 # --- several rows ------------------------------------------------------------------------------
 
 
@@ -202,10 +235,11 @@ def twins(
 
 
 def counted(scenario: Scenario) -> Scenario:
-    """The scenario, with `computed` in its Outcome."""
+    """The scenario with its own model, and with `computed` in its Outcome."""
 
     @functools.wraps(scenario)
     def run(model, prompts, forced=None):
+        model = model_of(scenario.__name__, model)
         tokens: list[int] = []
         hook = model.register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
         try:
@@ -229,6 +263,9 @@ SCENARIOS = {
         overflow,
         evicted,
         split,
+        rejected,
+        resumed,
+        shared_keys,
         batch,
         beams,
         again,

@@ -2,7 +2,7 @@
 injected.
 
 Each test is a function of a model that uses only public names and is short enough to read at a
-glance (`inspect.getsource(nanokv.faults.smallest_test(name))`). Fifteen tests catch all faults,
+glance (`inspect.getsource(nanokv.faults.smallest_test(name))`). Eighteen tests catch all faults,
 because a test needs the situation in which a bug shows, and several bugs share one. The ids are
 arbitrary.
 """
@@ -16,6 +16,7 @@ import nanokv
 from nanokv.checkpoint import Model
 from nanokv.lab.faults.injection import find
 from nanokv.lab.faults.sinks import SinkCache
+from nanokv.lab.faults.twins import sharing_keys, with_states
 
 
 def decode_equals_score(model: Model) -> None:
@@ -133,6 +134,37 @@ def parts_do_not_matter(model: Model) -> None:
     assert torch.allclose(logits, expected, atol=1e-3)
 
 
+def a_state_forgets_a_draft(model: Model) -> None:
+    """Truncated tokens have no effect on a recurrent state."""
+    twin = with_states(model)
+    ids = torch.arange(2, 8)[None]
+    cache = nanokv.make_cache("dict", twin.config)
+    nanokv.prefill(twin, ids[:, :5], cache, start_pos=0)
+    nanokv.prefill(twin, torch.arange(20, 24)[None], cache, start_pos=5)
+    cache.truncate(5)
+    logits = nanokv.decode(twin, ids[:, 5:], cache, start_pos=5)
+    assert torch.allclose(logits, nanokv.score(twin, ids)[:, -1], atol=1e-3)
+
+
+def a_state_goes_on(model: Model) -> None:
+    """The second chunk starts from the recurrent state after the first one."""
+    twin = with_states(model)
+    ids = torch.arange(2, 14)[None]
+    cache = nanokv.make_cache("dict", twin.config)
+    nanokv.prefill(twin, ids[:, :7], cache, start_pos=0)
+    logits = nanokv.prefill(twin, ids[:, 7:], cache, start_pos=7)
+    assert torch.allclose(logits, nanokv.score(twin, ids)[:, -1], atol=1e-3)
+
+
+def shared_keys_equal_score(model: Model) -> None:
+    """Layers that share keys give the same logits with a cache and without one."""
+    twin = sharing_keys(model)
+    ids = torch.arange(2, 14)[None]
+    cache = nanokv.make_cache("dict", twin.config)
+    logits = nanokv.prefill(twin, ids, cache, start_pos=0)
+    assert torch.allclose(logits, nanokv.score(twin, ids)[:, -1], atol=1e-3)
+
+
 def adapters_share_no_pages(model: Model) -> None:
     """The tokens that one adapter computed are not found for another one."""
     ids = torch.arange(2, 14)
@@ -183,6 +215,9 @@ SMALLEST = {  # decode_equals_score catches all other faults
     "static_overflow": full_cache_refuses,
     "entries_as_position": forgotten_tokens_count,
     "sink_per_part": parts_do_not_matter,
+    "draft_stays_in_state": a_state_forgets_a_draft,
+    "chunk_from_empty_state": a_state_goes_on,
+    "shared_keys_rotated_twice": shared_keys_equal_score,
     "page_key_without_adapter": adapters_share_no_pages,
     "page_freed_in_use": twins_keep_their_pages,
     "prefix_never_eligible": known_beginning_is_found,

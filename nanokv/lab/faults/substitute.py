@@ -67,6 +67,9 @@ class BetweenLayer(LayerCache):
         self.append = append  # type: ignore[method-assign, assignment]  # the fault's
 
     length = property(lambda self: self.real.length)
+    # of a layer with a state, which appends no keys
+    read = property(lambda self: self.real.read)
+    keep = property(lambda self: self.real.keep)
 
 
 class StandIn:

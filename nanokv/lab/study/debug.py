@@ -168,6 +168,8 @@ def watch(model: Transformer) -> Iterator[list[Pass]]:
     A pass that raises is kept with the values computed before. The model is left unchanged.
     """
     passes = []
+    attending = [i for i, layer in enumerate(model.layers) if hasattr(layer, "self_attn")]
+    number = dict(enumerate(attending))  # the n-th call of attention → the layer
 
     def begin(module, args):
         tokens, _, start, _ = args
@@ -186,7 +188,8 @@ def watch(model: Transformer) -> Iterator[list[Pass]]:
             "rope_k": k[:, :, -T:],
             "cached_v": v[:, :, -T:],
         }
-        now.values |= {(now.calls, name): _token_major(x) for name, x in seen.items()}
+        layer = number.get(now.calls, now.calls)
+        now.values |= {(layer, name): _token_major(x) for name, x in seen.items()}
         now.calls += 1
 
     handle = model.register_forward_pre_hook(begin)

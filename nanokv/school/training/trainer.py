@@ -7,6 +7,7 @@ in the same weights. A checkpoint is the weights, the state of the optimizers an
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -18,13 +19,15 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanokv.attention import Causal
 from nanokv.cache import NoCache
-from nanokv.config import Config
+from nanokv.config import Config, Linear
 from nanokv.errors import NanoKVError
+from nanokv.layer_kinds import OnePlusNorm
 from nanokv.model import Transformer
+from nanokv.recurrent import GatedDeltaNet
 from nanokv.school.training.corpus import SECOND, THIRD
 from nanokv.school.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.school.training.run_folder import (
@@ -55,6 +58,21 @@ TINY = Config(
     rope_theta=1e6,
     tie_word_embeddings=True,
     torch_dtype="bfloat16",
+)
+
+# Its twin with a recurrent state in three of four layers (Qwen3.5's pattern, hybrid.py).
+HYBRID = replace(
+    TINY,
+    model_type="qwen3_5_text",
+    num_hidden_layers=8,
+    layer_types=(*["linear_attention"] * 3, "full_attention") * 2,
+    linear=Linear(
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=32,
+        linear_value_head_dim=48,
+        linear_conv_kernel_dim=4,
+    ),
 )
 
 
@@ -127,7 +145,8 @@ class Trainer:
         self.tokenizer = tokenizer or train_tokenizer(recipe.seed, config.vocab_size)
         self.model = initialise(Transformer(config)).to(device).train()
         self.cross_entropy = cross_entropy
-        self.mixed = multiplies_bf16(device)
+        # The delta rule adds up a state over the whole row, which takes products in fp32.
+        self.mixed = multiplies_bf16(device) and not config.states
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = Causal()
         if torch.device(device).type == "cpu":
             self.attend = causal_in_blocks
@@ -144,28 +163,18 @@ class Trainer:
         }
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        matrices = []
-        rest = []
-        for name, parameter in self.model.named_parameters():
-            if parameter.dim() == 2 and name != "embed_tokens.weight":
-                matrices.append(parameter)
-            else:
-                rest.append(parameter)
-        rate = self.recipe.learning_rate
-        decay = self.recipe.weight_decay
-        return [
-            torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-        ]
+        return new_optimizers(self.model, self.recipe.learning_rate, self.recipe.weight_decay)
 
     def compile(self) -> bool:
         """Compile the layers and the loss with torch.compile. Returns whether that works.
 
-        A step takes a fifth less time on a CPU. GPUs were not measured and stay as they are. Each
+        A step takes a fifth less time on a CPU. GPUs were not measured and stay as they are, and so
+        do models with states: their chunks are a loop in Python, with a triangular solver that the
+        compiler does not fuse. Each
         length of row is compiled once, 5 to 15 s each. Without a C++ compiler the layers stay as
         they are. Only rounding differs.
         """
-        if torch.device(self.device).type != "cpu":
+        if torch.device(self.device).type != "cpu" or self.config.states:
             return False
         torch._dynamo.config.cache_size_limit = 64  # six lengths, for each of six layers
         for layer in self.model.layers:
@@ -308,6 +317,21 @@ class Trainer:
         save_tokenizer(self.tokenizer, folder)
 
 
+def new_optimizers(model: Transformer, rate: float, decay: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for everything else."""
+    matrices = []
+    rest = []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and name != "embed_tokens.weight":
+            matrices.append(parameter)
+        else:
+            rest.append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
 def differences(stored: Recipe, wanted: Recipe) -> Iterator[str]:
     """Each setting in which a stored recipe is not the wanted one."""
     mine = asdict(wanted)
@@ -360,16 +384,32 @@ def multiplies_bf16(device: str) -> bool:
 
 def initialise(model: Transformer) -> Transformer:
     """Normal(0, 0.02); the two projections to the residual stream smaller by sqrt(2L) (GPT-2)."""
+    for module in model.modules():
+        if isinstance(module, OnePlusNorm):
+            nn.init.zeros_(module.weight)  # it scales by 1 + w
+        if isinstance(module, GatedDeltaNet):
+            initialise_decay(module)
     shrink = (2 * model.config.num_hidden_layers) ** -0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() != 2:
                 continue
             deviation = 0.02
-            if name.endswith(("o_proj.weight", "down_proj.weight")):
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 deviation *= shrink
             parameter.normal_(0, deviation)
     return model
+
+
+@torch.no_grad()
+def initialise_decay(layer: GatedDeltaNet) -> None:
+    """Heads that keep between 20 % and 99.9 % of their state per token, as in Mamba 2 and fla.
+
+    The decay of a token is exp(−A·dt): A uniform in 1 … 16, dt log-uniform in 0.001 … 0.1.
+    """
+    layer.A_log.uniform_(1, 16).log_()
+    dt = torch.empty_like(layer.dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp()
+    layer.dt_bias.copy_(dt.expm1().log())  # softplus gives dt again
 
 
 def newest_checkpoint(folder: str | Path) -> Path:
