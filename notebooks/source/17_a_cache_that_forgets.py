@@ -281,7 +281,9 @@ course.figure("17.mended", max(gaps["snapshot"], gaps["truncate"]) + 1e-9)
 # by <!--fig 17.pretend x1.5-->1.2<!--/fig-->. The two others differ by <!--fig 17.mended x20-->2e-5<!--/fig-->,
 # rounding. One goes back to a snapshot. nanokv's `truncate` has a *mark*, an older state, and the numbers that each
 # token since then has written: its key, value, decay and `beta`. It applies them again up to the right token, without
-# the model. After `64` tokens these numbers weigh as much as the state, so there is a new mark then.
+# the model. These numbers soon weigh more than the state, so there is a new mark after `64` tokens. Further back only
+# snapshots help: the chat takes one at the end of each message (`cache.snapshot()`), an edited turn goes back to the
+# nearest (`cache.nearest(n)`), and the tokens from there on are prefilled again.
 
 # %% [markdown]
 # ## Experiment 5: how far apart should snapshots be?
