@@ -66,13 +66,14 @@ def optimize(
         from nanokv.fast.compiled import Compiled
 
         return Compiled(model, compile)
+    if isinstance(model, Transformer) and model.config.family.own_parts:
+        if model.device.type == "cpu":
+            watch(torch.get_num_threads())
+            return with_products(model, weights)
+    check_plain(model)
     if model.device.type == "cuda":
-        check_plain(model)
         return record(model, weights)
     watch(torch.get_num_threads())
-    if isinstance(model, Transformer) and model.config.family.own_parts:
-        return with_products(model, weights)
-    check_plain(model)
     return fuse(model, weights)
 
 

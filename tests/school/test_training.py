@@ -1169,4 +1169,4 @@ def test_states_are_initialised_between_forgetting_and_keeping():
 def test_the_twin_of_the_bundled_model_has_three_states_to_one_attention():
     config = trainer.HYBRID
     assert (config.states, config.num_hidden_layers, config.hidden_size) == (6, 8, 192)
-    assert [config.is_linear(i) for i in range(4)] == [True, True, True, False]
+    assert [config.has_state(i) for i in range(4)] == [True, True, True, False]

@@ -158,7 +158,7 @@ def bytes_of(config: Config, cache) -> int:
     state = config.states * 2 * 4
     if config.linear:
         state *= config.linear.linear_key_head_dim * config.linear.linear_value_head_dim
-    keys = sum(layer.nbytes for i, layer in enumerate(cache) if not config.is_linear(i))
+    keys = sum(layer.nbytes for i, layer in enumerate(cache) if not config.has_state(i))
     return state + keys
 
 
