@@ -16,7 +16,7 @@ from nanokv.config import Config
 from nanokv.loading import load_folder, skeleton
 from nanokv.model import Transformer
 from nanokv.text.tokenizer import Tokenizer
-from weights_loader.gguf_model import POINTER, places
+from weights_loader.gguf_model import POINTER, places, tensors_at
 from weights_loader.gguf_types import PLAIN
 from weights_loader.gguf_vocabulary import Vocabulary
 from weights_loader.gguf_writing import ARCHITECTURES, write_gguf
@@ -62,19 +62,18 @@ def vocabulary(tokenizer: Tokenizer, ends: tuple[int, ...]) -> Vocabulary:
 def unreadable_elsewhere(config: Config) -> str:
     """Why llama.cpp refuses a file with this config, or "".
 
-    Its qwen2 and olmo2 read q as (C,C), whatever attention.key_length says, and its olmo2 demands
-    a head of its own (llama-model.cpp, olmo2.cpp).
+    Its qwen2 and olmo2 read q as (C,C), whatever attention.key_length says, and its olmo2 and
+    gpt-oss demand a head of their own (llama-model.cpp, olmo2.cpp, openai-moe.cpp).
     """
     heads, D, C = config.num_attention_heads, config.head_dim, config.hidden_size
-    if config.model_type not in ("qwen2", "olmo3"):
-        return ""
-    if heads * D != C:
+    if config.model_type in ("qwen2", "olmo3") and heads * D != C:
         return (
             f"llama.cpp refuses this file: in its {ARCHITECTURES[config.model_type]} {heads} heads "
             f"have {C} dimensions together, here {heads * D}"
         )
-    if config.model_type == "olmo3" and config.tie_word_embeddings:
-        return "llama.cpp refuses this file: its olmo2 has a head that is not tied"
+    if config.model_type in ("olmo3", "gpt_oss") and config.tie_word_embeddings:
+        name = ARCHITECTURES[config.model_type]
+        return f"llama.cpp refuses this file: its {name} has a head that is not tied"
     return ""
 
 
@@ -83,5 +82,5 @@ def quantized_types(folder: Path) -> str:
     if not (folder / POINTER).is_file():
         return ""
     _, tensors = places(folder)
-    found = {place[0].type.name for place in tensors.values()}
+    found = {info.type.name for place in tensors.values() for info in tensors_at(place)}
     return ", ".join(sorted(found - set(PLAIN)))

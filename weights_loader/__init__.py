@@ -137,10 +137,14 @@ def stored_matrices(folder: Path) -> dict[str, tuple[str, int, int]]:
     _, places = gguf_model.places(folder)
     found = {}
     for name, place in places.items():
-        info = place.info
-        if len(info.shape) > 1:  # an expert is some of the rows
-            values = place.rows * info.shape[-1]
-            found[name] = info.type.name, info.nbytes * values // math.prod(info.shape), values
+        infos = gguf_model.tensors_at(place)
+        if len(infos[0].shape) < 2:
+            continue
+        whole = values = sum(math.prod(info.shape) for info in infos)
+        if isinstance(place, gguf_model.Rows):  # an expert is some of the rows
+            values = place.rows * place.info.shape[-1]
+        nbytes = sum(info.nbytes for info in infos)
+        found[name] = infos[0].type.name, nbytes * values // whole, values
     return found
 
 

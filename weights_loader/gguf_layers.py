@@ -1,18 +1,21 @@
-"""What a GGUF file says of layers that differ: windows, two RoPE bases, other norms.
+"""What a GGUF file says of layers that differ: windows, two RoPE bases, other norms and names.
 
     SmolLM3   architecture smollm3; every fourth layer has no RoPE, which no key says
     OLMo 3    architecture olmo2, with a window; every fourth layer sees all positions
     Gemma 3   architecture gemma3; every sixth layer sees all positions; norms are stored as 1 + w
+    gpt-oss   architecture gpt-oss; every second layer sees all positions
 
-llama.cpp has the patterns in its code; a key replaces those of the last two. Where it computes
-something else than the model, the file is refused. Sources: llama.cpp's src/models/smollm3.cpp,
-olmo2.cpp and gemma3.cpp, conversion/llama.py, olmo.py and gemma.py.
+llama.cpp has the patterns in its code; a key replaces those of the last three. Where it computes
+something else than the model, the file is refused, with one exception: YaRN of gpt-oss is read as
+the model has it (`truncate` false), and llama.cpp rounds the pairs between which the speed changes.
+Sources: llama.cpp's src/models/smollm3.cpp, olmo2.cpp, gemma3.cpp and openai-moe.cpp,
+conversion/llama.py, olmo.py, gemma.py and gpt_oss.py.
 """
 
 from typing import Any
 
 from .families import FAMILIES
-from .names import SIZES
+from .names import SIZES, one_spelling
 from .strict import CheckpointError, quote
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -22,7 +25,7 @@ WINDOW, PATTERN, LOCAL_BASE = (
     "rope.freq_base_swa",
 )
 HINT = "a Hugging Face folder holds every model: give a folder instead of FILE.gguf"
-NORMS = {  # norms of a layer, of families with their own; the other names are gguf_model.NAMES
+OWN_NAMES = {  # norms and other tensors of a layer, of families with their own
     "olmo3": {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
@@ -33,15 +36,21 @@ NORMS = {  # norms of a layer, of families with their own; the other names are g
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "gpt_oss": {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",
+        "ffn_gate_inp": "mlp.router",
+    },
 }
 PLAIN_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 PERMUTED = ("llama", "smollm3")  # families with permuted rows of q and k
 LARGEST_GEMMA = 62  # layers of Gemma 3 27B, whose scores llama.cpp divides by another root
 
 
-def norms(model_type: str) -> dict[str, str]:
-    """Their name → ours, of the norms of a layer."""
-    return NORMS.get(model_type, PLAIN_NORMS)
+def own_names(model_type: str) -> dict[str, str]:
+    """Their name → ours, of the norms of a layer, and of what differs from gguf_model.NAMES."""
+    return OWN_NAMES.get(model_type, PLAIN_NORMS)
 
 
 def keys_of(model_type: str) -> set[str]:
@@ -68,7 +77,7 @@ def layer_fields(path: Any, own: dict[str, Any], fields: dict[str, Any]) -> dict
     """
     kind = fields["model_type"]
     rope = fields["rope_parameters"]
-    if kind in ("smollm3", *NORMS) and rope["rope_type"] == "llama3":
+    if kind in ("smollm3", *OWN_NAMES) and rope["rope_type"] == "llama3":
         raise CheckpointError(
             f"{path}: rope_freqs.weight in a {FAMILIES[kind].title} file is not implemented"
         )
@@ -83,9 +92,17 @@ def layer_fields(path: Any, own: dict[str, Any], fields: dict[str, Any]) -> dict
                 f"{path}: architecture olmo2 without {WINDOW} is OLMo 2, which is not implemented: "
                 "OLMo 3 is"
             )
+        if kind == "gpt_oss":
+            raise CheckpointError(
+                f"{path}: architecture gpt-oss without {WINDOW} is not implemented: every second "
+                "layer has a window"
+            )
         found["layer_types"] = [FULL] * layers
     else:
         found["sliding_window"] = window
+    if kind == "gpt_oss":
+        check_gpt_oss(path, own, found["layer_types"], rope)
+        return found | {"rope_parameters": sharp(rope)}
     base = {"olmo3": rope["rope_theta"], "gemma3_text": FAMILIES["gemma3_text"].local_theta}[kind]
     local = own.get(LOCAL_BASE, base)
     check_rope(str(path), kind, rope, local, bool(window))
@@ -108,6 +125,35 @@ def pattern(path: Any, own: dict[str, Any], layers: Any, every: int | None) -> l
             "a whole number from 1 was expected"
         )
     return [SLIDING if (layer + 1) % value else FULL for layer in range(layers)]
+
+
+def check_gpt_oss(path: Any, own: dict[str, Any], kinds: list[str], rope: dict) -> None:
+    """CheckpointError for a list of windows, which llama.cpp does not read, or a second RoPE base."""
+    value = own.get(PATTERN)
+    if isinstance(value, list) and kinds != every_second(len(kinds)):
+        raise CheckpointError(
+            f"{path}: {PATTERN} is {quote(value)}; llama.cpp's gpt-oss reads a whole number there, "
+            "and takes every second layer",
+            HINT,
+        )
+    local = own.get(LOCAL_BASE, rope["rope_theta"])
+    if local != rope["rope_theta"]:
+        raise CheckpointError(
+            f"{path}: {LOCAL_BASE} is {quote(local)}; gpt-oss has one base for all layers, "
+            f"{rope['rope_theta']:g}"
+        )
+
+
+def every_second(layers: int) -> list[str]:
+    """The kind of each layer of gpt-oss: the first has a window."""
+    return [FULL if layer % 2 else SLIDING for layer in range(layers)]
+
+
+def sharp(rope: dict[str, Any]) -> dict[str, Any]:
+    """The RoPE with gpt-oss's YaRN: the pairs between which the speed changes are not rounded."""
+    if rope["rope_type"] == "yarn":
+        return rope | {"truncate": False}
+    return rope
 
 
 def scalar(config: dict[str, Any]) -> int:
@@ -142,11 +188,18 @@ def full_rope(config: dict[str, Any]) -> dict[str, Any]:
     return rope.get(FULL, rope)
 
 
+def keyed(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with the fields that have keys: gpt-oss's have other names, or are implied."""
+    if not FAMILIES[config["model_type"]].stacked:
+        return config
+    return one_spelling(config) | {"moe_intermediate_size": config["intermediate_size"]}
+
+
 def layer_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Key → value, without the architecture's name. CheckpointError for what has no key."""
     kind = config["model_type"]
     rope = full_rope(config)
-    if kind in ("smollm3", *NORMS) and rope["rope_type"] == "llama3":
+    if kind in ("smollm3", *OWN_NAMES) and rope["rope_type"] == "llama3":
         refuse(kind, "rope_type", "llama3")
     layers = config["num_hidden_layers"]
     if kind == "smollm3":
@@ -156,6 +209,10 @@ def layer_keys(config: dict[str, Any]) -> dict[str, Any]:
     every = FAMILIES[kind].full_every
     if every is None:
         return {}
+    if kind == "gpt_oss":
+        if list(config["layer_types"]) != every_second(layers):
+            refuse(kind, "layer_types", config["layer_types"])
+        return {WINDOW: config["sliding_window"]}
     windowed = [layer == SLIDING for layer in config["layer_types"]]
     if not any(windowed):
         if kind == "olmo3":

@@ -19,7 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import gguf_layers
+from . import gguf_layers, gguf_stacks
+from .families import FAMILIES
 from .gguf_file import GgufFile, TensorInfo, read_gguf
 from .neutral import is_off
 from .pooling import POOLING, gguf_pooling
@@ -34,6 +35,7 @@ FAMILY_OF = {
     "smollm3": "smollm3",
     "olmo2": "olmo3",
     "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
 }
 KEYS = {  # key after the architecture's name → field of config.json
     "context_length": "max_position_embeddings",
@@ -90,7 +92,7 @@ SAMPLING = {  # key after "general.sampling." → field of generation_config.jso
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-NAMES = {  # tensors of a layer, without the norms before and after attention and MLP
+NAMES = {  # tensors of a layer, without those of gguf_layers.own_names
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -226,6 +228,10 @@ def model_config(found: GgufFile) -> dict:
         # The same as in llama.cpp.
         fields |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
         fields.setdefault("intermediate_size", fields.get("moe_intermediate_size"))
+    elif FAMILIES[fields["model_type"]].stacked:
+        # All layers have experts, so that feed_forward_length means the same.
+        width = fields.get("intermediate_size")
+        fields["intermediate_size"] = fields.pop("moe_intermediate_size", width)
     elif fields.pop("num_experts", 0):
         raise CheckpointError(
             f"{found.path}: a mixture of experts of architecture {quote(kind)} is not implemented"
@@ -414,18 +420,27 @@ class Rows(NamedTuple):
     shift: float = 0.0  # what the file adds to each value
 
 
-def names_of(found: GgufFile, config: dict) -> dict[str, Rows]:
-    """Hugging Face's name → its place. An expert is a slice of a stacked tensor."""
-    named = {}
-    table = NAMES | gguf_layers.norms(config["model_type"])
+def names_of(found: GgufFile, config: dict) -> dict[str, Rows | gguf_stacks.Stack]:
+    """Hugging Face's name → its place.
+
+    An expert is a slice of a stacked tensor. In gpt-oss all experts are one tensor here too.
+    """
+    kind = config["model_type"]
+    named: dict[str, Rows | gguf_stacks.Stack] = {}
+    in_stacks: set[str] = set()
+    if FAMILIES[kind].stacked:
+        stacks = gguf_stacks.stacks(found)
+        in_stacks = {part.name for stack in stacks.values() for part in stack.parts}
+        named |= stacks
+    table = NAMES | gguf_layers.own_names(kind)
     for name, info in found.tensors.items():
-        if name == ROPE_FACTORS:
+        if name == ROPE_FACTORS or name in in_stacks:
             continue
         slices = slices_of(name, info, table)
         if not slices:
             raise CheckpointError(
                 f"{found.path}: tensor {quote(name)} {list(info.shape)} has no place in "
-                f"{quote(config['model_type'])}"
+                f"{quote(kind)}"
             )
         for full_name, (first, rows) in slices.items():
             named[full_name] = Rows(info, first, rows)
@@ -446,6 +461,8 @@ def slices_of(name: str, info: TensorInfo, table: dict[str, str]) -> dict[str, t
         return {}
     prefix = f"model.layers.{layer[1]}"
     leaf = layer[2]
+    if leaf == "attn_sinks" and leaf in table and kind == "weight":
+        return {f"{prefix}.{table[leaf]}": whole}  # a parameter of its own, no ".weight" behind it
     if leaf in table and kind in ("weight", "bias"):
         return {f"{prefix}.{table[leaf]}.{kind}": whole}
     if leaf in STACKED and kind == "weight" and len(info.shape) == 3:
@@ -455,7 +472,7 @@ def slices_of(name: str, info: TensorInfo, table: dict[str, str]) -> dict[str, t
     return {}
 
 
-def places(folder: Path) -> tuple[Path, dict[str, Rows]]:
+def places(folder: Path) -> tuple[Path, dict[str, Rows | gguf_stacks.Stack]]:
     """(the GGUF file of the folder, Hugging Face's name → place of the values)."""
     path = Path(str(read_object(folder / POINTER).get("path")))
     if not path.is_file():
@@ -467,9 +484,17 @@ def places(folder: Path) -> tuple[Path, dict[str, Rows]]:
     if kind in gguf_layers.PERMUTED:
         heads["q_proj"] = config["num_attention_heads"]
         heads["k_proj"] = config["num_key_value_heads"]
-    tensors = {}
-    for name, place in names_of(found, config).items():
-        leaf = name.split(".")[-2]
-        shift = gguf_layers.norm_shift(kind, name)
-        tensors[name] = place._replace(heads=heads.get(leaf, 0), shift=shift)
+    tensors = names_of(found, config)
+    for name, place in tensors.items():
+        if isinstance(place, Rows):
+            leaf = name.split(".")[-2]
+            shift = gguf_layers.norm_shift(kind, name)
+            tensors[name] = place._replace(heads=heads.get(leaf, 0), shift=shift)
     return path, tensors
+
+
+def tensors_at(place: Rows | gguf_stacks.Stack) -> tuple[TensorInfo, ...]:
+    """The tensors of the file that hold the values."""
+    if isinstance(place, Rows):
+        return (place.info,)
+    return place.parts

@@ -56,7 +56,7 @@ SENSITIVE = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down|ffn_down_exps)\.weight")
 def types(kind: FileType, shapes: Mapping[str, Shape], layers: int) -> dict[str, str]:
     """GGUF name → name of the tensor's type. `layers`: number of layers of the model.
 
-    Vectors and routers are F32. The head has the largest effect on the answer, so a file of 4 or 5
+    Vectors, biases and routers are F32. The head has the largest effect on the answer, so a file of 4 or 5
     bits has it in Q6_K; a tied head is the embedding.
     """
     head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
@@ -68,7 +68,7 @@ def types(kind: FileType, shapes: Mapping[str, Shape], layers: int) -> dict[str,
 
 def wanted(kind: FileType, name: str, shape: Shape, is_head: bool, layers: int) -> str:
     """The type of a tensor, without regard to the length of its rows."""
-    if len(shape) == 1 or name.endswith(".ffn_gate_inp.weight"):
+    if len(shape) == 1 or name.endswith((".bias", ".ffn_gate_inp.weight")):
         return "F32"
     if kind.usual in PLAIN or kind.usual == "Q8_0":
         return kind.usual

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from . import gguf_layers, names, readable
+from . import gguf_layers, gguf_stacks, names, readable
 from .gguf_model import (
     ENDS,
     FAMILY_OF,
@@ -246,6 +246,7 @@ def sampling_keys(generation: dict[str, Any]) -> dict[str, Any]:
 def config_keys(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of the architecture. CheckpointError for a field that has none."""
     check_config(config)
+    config = gguf_layers.keyed(config)
     architecture = ARCHITECTURES[config["model_type"]]
     found = {key: config[field] for key, field in KEYS.items() if config.get(field) is not None}
     for key, field in KEYS.items():
@@ -280,9 +281,12 @@ def check_config(config: dict[str, Any]) -> None:
                 HINT,
             )
     rope = gguf_layers.full_rope(config)
-    if rope["rope_type"] == "yarn" and not rope.get("truncate", True):
+    if rope["rope_type"] == "yarn" and rope.get("truncate", True) != (kind != "gpt_oss"):
+        said = "false" if kind != "gpt_oss" else "true"
         raise CheckpointError(
-            "config.json: YaRN with truncate false has no key in a GGUF file", HINT
+            f"config.json: YaRN with truncate {said} has no key in a GGUF file of architecture "
+            f"{ARCHITECTURES[kind]}",
+            HINT,
         )
     if rope["rope_type"] == "llama3":
         check_llama3(config)
@@ -327,9 +331,17 @@ def yarn_keys(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def places(config: dict[str, Any], shapes: Mapping[str, Shape]) -> list[Place]:
-    """The tensors of the file in its order. The matrices of the experts of a layer are stacked."""
+    """The tensors of the file in its order. The matrices of the experts of a layer are stacked.
+
+    Those of gpt-oss are stacked already, with gate and up in one tensor, which becomes two.
+    """
     sources: dict[str, list[str]] = {}
-    for source in shapes:
+    apart = []
+    for source, shape in shapes.items():
+        parts = gguf_stacks.parts_of(source, shape)
+        if parts:
+            apart += [Place(name, part, (source,)) for name, part in parts.items()]
+            continue
         name = their_name(source, config["model_type"])
         sources.setdefault(name, []).append(source)
     found = []
@@ -338,6 +350,7 @@ def places(config: dict[str, Any], shapes: Mapping[str, Shape]) -> list[Place]:
         if name.split(".")[-2] in STACKED:
             shape = (len(held), *shape)
         found.append(Place(name, shape, tuple(held)))
+    found += apart
     if gguf_layers.full_rope(config)["rope_type"] == "llama3":
         found.append(Place(ROPE_FACTORS, (config["head_dim"] // 2,), ()))
     return found
@@ -346,7 +359,7 @@ def places(config: dict[str, Any], shapes: Mapping[str, Shape]) -> list[Place]:
 @functools.cache
 def their_names(model_type: str) -> Mapping[str, str]:
     """Our name → theirs, of the tensors outside layers and of those of a layer."""
-    table = NAMES | gguf_layers.norms(model_type) | ENDS
+    table = NAMES | gguf_layers.own_names(model_type) | ENDS
     return {ours: theirs for theirs, ours in table.items()}
 
 
@@ -356,6 +369,8 @@ def their_name(name: str, model_type: str) -> str:
     The matrices of all experts of a layer have one name.
     """
     theirs = their_names(model_type)
+    if name.endswith(".sinks"):
+        name += ".weight"  # as llama.cpp's converter names them
     part, kind = name.rsplit(".", 1)
     if part in theirs:
         return f"{theirs[part]}.{kind}"
@@ -376,6 +391,8 @@ def data(place: Place, config: dict[str, Any], tensors: Tensors, type_: str) -> 
     parts = []
     for source in place.sources:
         tensor = permuted(source, values(tensors[source]), config)
+        if gguf_stacks.OURS.fullmatch(source):
+            tensor = gguf_stacks.part(place.name, tensor)
         shift = gguf_layers.norm_shift(config["model_type"], source)
         if shift:
             tensor = tensor.float() + shift

@@ -23,11 +23,13 @@ import numpy
 import torch
 
 from .gguf_model import POINTER, Rows, places
+from .gguf_stacks import Stack
 from .names import HEAD, INDEX, SINGLE, read_weight_map
 from .prefetch import Prefetch
 from .strict import LIMITS, CheckpointError, parse_object, quote
 
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # in a GGUF file
+CPU = torch.device("cpu")
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 CHUNK = 1 << 24  # bytes of the file that a conversion maps at once, its only temporary memory
 WINDOW = 1 << 30  # bytes of the file in the mapping that the tensors there share
@@ -255,6 +257,59 @@ class GgufEntry(Entry):
             yield first * width, values.reshape(-1)
 
 
+@dataclass(frozen=True)
+class StackEntry(Entry):
+    """A tensor of all experts of a layer, gpt-oss's, whose parts in a GGUF file are (out,in).
+
+    It is converted one expert at a time: 66 MB in fp32 for gpt-oss-20b's gate and up, and a copy.
+    """
+
+    parts: tuple[Entry, ...] = ()  # the rows of all experts of each part; ours has them in turn
+
+    @classmethod
+    def of(cls, path: Path, name: str, place: Stack) -> "StackEntry":
+        """The tensor at `place`. Its dtype is that of the parts, fp32 if they differ."""
+        parts = tuple(
+            GgufEntry.of(path, info.name, Rows(info, 0, math.prod(info.shape[:-1])))
+            for info in place.parts
+        )
+        dtypes = {part.dtype for part in parts}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        nbytes = sum(part.nbytes for part in parts)
+        return cls(path, name, dtype, place.shape, parts[0].start, nbytes, parts=parts)
+
+    as_stored = False
+
+    def rows(self, first: int, end: int) -> "StackEntry":
+        """Experts first … end−1."""
+        experts = self.shape[0]
+        parts = []
+        for part in self.parts:
+            each = part.shape[0] // experts
+            parts.append(part.rows(first * each, end * each))
+        return replace(
+            self,
+            shape=(end - first, *self.shape[1:]),
+            nbytes=sum(part.nbytes for part in parts),
+            parts=tuple(parts),
+        )
+
+    def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, (n,) values) for each expert."""
+        size = math.prod(self.shape[1:])
+        for expert in range(self.shape[0]):
+            held = self.rows(expert, expert + 1).parts
+            columns = [materialize(part, self.dtype, CPU).T for part in held]  # (in,out) each
+            yield expert * size, torch.stack(columns, -1).reshape(size)
+
+
+def gguf_entry(path: Path, name: str, place: Rows | Stack) -> Entry:
+    """The entry of one tensor of a GGUF file."""
+    if isinstance(place, Stack):
+        return StackEntry.of(path, name, place)
+    return GgufEntry.of(path, name, place)
+
+
 @functools.cache
 def dequantizes(type_: Any) -> bool:
     """Whether the gguf package can dequantize this type. Tried with a block of zeros."""
@@ -298,7 +353,7 @@ def read_entries(folder: Path, tied: bool = True) -> dict[str, Entry]:
     if (folder / POINTER).is_file():
         path, tensors = places(folder)
         found: dict[str, Entry] = {
-            name: GgufEntry.of(path, name, place) for name, place in tensors.items()
+            name: gguf_entry(path, name, place) for name, place in tensors.items()
         }
         return with_mappings(found)
     files, weight_map = weight_files(folder)

@@ -47,6 +47,7 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "olmo3": "olmo2",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
 }
 LEAVES = {
     "input_layernorm": "attn_norm",
@@ -62,7 +63,7 @@ LEAVES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
 }
-OWN_NORMS = {
+OWN_NAMES = {
     "olmo3": {
         "post_attention_layernorm": "post_attention_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
@@ -71,6 +72,11 @@ OWN_NORMS = {
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "gpt_oss": {
+        "post_attention_layernorm": "post_attention_norm",
+        "self_attn.sinks": "attn_sinks",
+        "mlp.router": "ffn_gate_inp",
     },
 }
 ENDS = {
@@ -136,7 +142,15 @@ def metadata(config, architecture: str) -> dict:
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size,
         }
-    if architecture in ("olmo2", "gemma3"):
+    if architecture == "gpt-oss":  # head_dim is said, and feed_forward_length once more
+        found |= {
+            "expert_count": config.num_local_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.intermediate_size,
+            "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+            "rope.scaling.yarn_beta_slow": rope["beta_slow"],
+        }
+    if architecture in ("olmo2", "gemma3", "gpt-oss"):
         found["attention.sliding_window"] = config.sliding_window
     if architecture == "olmo2":
         windows = [kind == "sliding_attention" for kind in config.layer_types]
@@ -167,11 +181,12 @@ def tokenizer(folder) -> dict:
 
 def arrays(reference) -> dict:
     """GGUF name → fp32 array, as convert_hf_to_gguf.py arranges them: q and k of Llama and SmolLM3 permuted, experts
-    stacked, 1 added to Gemma's norms."""
+    stacked, gate and up of gpt-oss apart, 1 added to Gemma's norms."""
     config, found = reference.config, {}
     state = {}
     for name, tensor in reference.state_dict().items():
-        state |= unfused(name, tensor)
+        gpt_oss = config.model_type == "gpt_oss"
+        state |= apart(name, tensor) if gpt_oss else unfused(name, tensor)
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
@@ -185,10 +200,13 @@ def arrays(reference) -> dict:
             continue
         _, _, layer, rest = name.split(".", 3)
         part, kind = rest.rsplit(".", 1)
+        if part.startswith("mlp.experts.ffn_"):
+            found[f"blk.{layer}.{part.removeprefix('mlp.experts.')}.{kind}"] = array
+            continue
         if part.startswith("mlp.experts."):
             stacks.setdefault((layer, part.rsplit(".", 1)[1]), []).append(array)
             continue
-        leaf = (LEAVES | OWN_NORMS.get(config.model_type, {}))[part]
+        leaf = (LEAVES | OWN_NAMES.get(config.model_type, {}))[part]
         if config.model_type in ("llama", "smollm3") and leaf in heads:
             array = permuted(array, heads[leaf])
         found[f"blk.{layer}.{leaf}.{kind}"] = array
@@ -197,6 +215,21 @@ def arrays(reference) -> dict:
     if config.rope_parameters.get("rope_type") == "llama3":
         found["rope_freqs.weight"] = rope_factors(reference)
     return found
+
+
+def apart(name, tensor) -> dict:
+    """As conversion/gpt_oss.py: columns of gate and up apart, matrices transposed, sinks with .weight behind them."""
+    prefix, leaf = name.rsplit(".", 1)
+    if leaf == "sinks":
+        return {f"{name}.weight": tensor}
+    if not prefix.endswith("experts"):
+        return {name: tensor}
+    kind = "bias" if leaf.endswith("_bias") else "weight"
+    tensor = tensor if kind == "bias" else tensor.transpose(-1, -2)
+    if leaf.startswith("down"):
+        return {f"{prefix}.ffn_down_exps.{kind}": tensor.contiguous()}
+    gate, up = (tensor[:, i::2].contiguous() for i in (0, 1))
+    return {f"{prefix}.ffn_gate_exps.{kind}": gate, f"{prefix}.ffn_up_exps.{kind}": up}
 
 
 def permuted(array, heads: int):

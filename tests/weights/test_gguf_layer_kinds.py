@@ -1,12 +1,15 @@
-"""GGUF files of SmolLM3, OLMo 3 and Gemma 3: read, written, compared with transformers and, where it is installed, with
-llama.cpp, and what is refused by name."""
+"""GGUF files of SmolLM3, OLMo 3, Gemma 3 and gpt-oss: read, written, compared with transformers and, where it is
+installed, with llama.cpp, and what is refused by name."""
 
 import math
+from dataclasses import replace
 
+import gguf
 import numpy as np
 import pytest
 import torch
 
+import gguf_files
 import nanokv
 import weights_loader
 from gguf_files import write_gguf
@@ -15,10 +18,11 @@ from nanokv.errors import ConfigError, NanoKVError
 from nanokv.export import export_gguf, unreadable_elsewhere
 from nanokv.fast import stored
 from nanokv.inference import score
-from oracle import LAYERED, gap, random_ids, reference_logits, tiny_config, tiny_reference
+from oracle import LAYERED, build, gap, random_ids, reference_logits, tiny_config, tiny_reference
 from tiny_checkpoint import write_tokenizer
-from weights_loader import CheckpointError
+from weights_loader import CheckpointError, names
 from weights_loader.gguf_file import read_gguf
+from weights_loader.gguf_writing import places
 from weights_loader.strict import read_object
 
 BASES = LAYERED["olmo3-G2"]["rope_parameters"]
@@ -29,9 +33,16 @@ SHAPES = {  # what llama.cpp computes: its patterns, one base for OLMo 3, scores
     "olmo3": SIZES | LAYERED["olmo3-G2"] | {"rope_parameters": ONE_BASE, "head_dim": 16},
     "olmo3-yarn": SIZES | LAYERED["olmo3-G1-yarn"] | {"tie_word_embeddings": False, "head_dim": 16},
     "gemma3": SIZES | LAYERED["gemma3-G2"],
+    "gptoss": SIZES | LAYERED["gptoss-G2"],
     "gemma3-all": SIZES | LAYERED["gemma3-G4-scaled"] | {"query_pre_attn_scalar": 32},
 }
-CONVERTED = ["smollm3", "olmo3", "olmo3-yarn", "gemma3"]  # the other has a pattern of its own
+CONVERTED = [
+    "smollm3",
+    "olmo3",
+    "olmo3-yarn",
+    "gemma3",
+    "gptoss",
+]  # the other has a pattern of its own
 
 
 @pytest.fixture(autouse=True)
@@ -39,20 +50,20 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOKV_CACHE", str(tmp_path / "cache"))
 
 
-def converted(name, tmp_path, changes=()):
+def converted(name, tmp_path, changes=(), kind="F32"):
     """(transformers model, its file as llama.cpp's converter arranges it)."""
     reference = tiny_reference(**SHAPES[name])
     write_tokenizer(tmp_path)
-    return reference, write_gguf(tmp_path / "theirs.gguf", reference, tmp_path, "F32", changes)
+    return reference, write_gguf(tmp_path / "theirs.gguf", reference, tmp_path, kind, changes)
 
 
-def written(shape, tmp_path):
+def written(shape, tmp_path, type_name="f32"):
     """(transformers model, its file as nanokv writes it)."""
     reference = tiny_reference(**shape)
     reference.save_pretrained(tmp_path / "folder")
     write_tokenizer(tmp_path / "folder")
     fields = read_object(tmp_path / "folder" / "config.json")
-    export_gguf(tmp_path / "folder", fields, tmp_path / "model.gguf", "f32", "")
+    export_gguf(tmp_path / "folder", fields, tmp_path / "model.gguf", type_name, "")
     return reference, tmp_path / "model.gguf"
 
 
@@ -104,12 +115,16 @@ def test_written_keys_and_tensors_are_those_of_the_converter(name, tmp_path):
 @pytest.mark.parametrize("name", [*CONVERTED, "gemma3-all"])
 def test_llama_cpp_has_the_same_probabilities(name, tmp_path):
     """Where it is installed. Its cache is in fp16, and so is its table of GELU. A window longer by one changes them by
-    more than 1, another RoPE base by more than 0.1 (Gemma 3: by 1)."""
+    more than 1, another RoPE base by more than 0.1 (Gemma 3: by 1). It rounds the bounds of gpt-oss's YaRN, which moves
+    them by 1."""
     llama_cpp = pytest.importorskip(
         "llama_cpp", reason="llama-cpp-python is not installed (pip install nanokv[bench])"
     )
     _, path = written(SHAPES[name], tmp_path)
     model, _ = nanokv.load(path)
+    if name == "gptoss":
+        rounded = replace(model.config, yarn=replace(model.config.yarn, truncate=True))
+        model = build(rounded, model.state_dict())
     ids = random_ids(1, 1, 40, 320)
     llama = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, n_threads=1)
     llama.eval(ids[0].tolist())
@@ -148,6 +163,15 @@ def test_a_bf16_norm_comes_back_to_the_bit(tmp_path):
         ("gemma3", "gemma3.rope.scaling.type", "yarn", "yarn|YaRN"),
         ("gemma3", "gemma3.attention.sliding_window", "x", "sliding_window is"),
         ("smollm3", "smollm3.attention.sliding_window", 7, "sliding_window"),
+        ("gptoss", "gpt-oss.attention.sliding_window", None, "without attention.sliding_window"),
+        ("gptoss", "gpt-oss.attention.sliding_window", 0, "without attention.sliding_window"),
+        ("gptoss", "gpt-oss.attention.sliding_window_pattern", [True] * 5, "reads a whole number"),
+        ("gptoss", "gpt-oss.rope.freq_base_swa", 1e4, "one base for all layers, 150000"),
+        ("gptoss", "gpt-oss.expert_feed_forward_length", 64, "config.json asks for"),
+        ("gptoss", "gpt-oss.expert_count", 5, "config.json asks for"),
+        ("gptoss", "gpt-oss.expert_used_count", 7, "num_experts_per_tok 7 is more"),
+        ("gptoss", "gpt-oss.expert_weights_scale", 2.5, "expert_weights_scale"),
+        ("gptoss", "gpt-oss.rope.scaling.type", "linear", "linear"),
     ],
 )
 def test_keys_that_change_the_maths_are_refused_by_name(name, key, value, words, tmp_path):
@@ -171,12 +195,136 @@ def test_a_gemma_without_a_window_sees_all_positions(tmp_path):
         (LAYERED["olmo3-G2"], "one base for all layers"),
         (SHAPES["olmo3"] | {"layer_types": ["full_attention"] * 5}, "layer_types"),
         (LAYERED["gemma3-G4-scaled"], "query_pre_attn_scalar"),
+        (LAYERED["gptoss-G1-full"], "layer_types"),
+        (
+            SHAPES["gptoss"]
+            | {"rope_parameters": SHAPES["gptoss"]["rope_parameters"] | {"truncate": True}},
+            "truncate true",
+        ),
     ],
 )
 def test_what_a_file_has_no_key_for_is_refused(shape, words, tmp_path):
     with pytest.raises(CheckpointError, match=words) as caught:
         written(SIZES | shape, tmp_path)
     assert "folder" in caught.value.hint and not (tmp_path / "model.gguf").exists()
+
+
+# --- gpt-oss --------------------------------------------------------------------------------------
+
+
+def theirs_of(path):
+    """Name → (type, fp32 values) of a file, by the `gguf` package."""
+    return {
+        tensor.name: (
+            tensor.tensor_type.name,
+            gguf.quants.dequantize(tensor.data, tensor.tensor_type),
+        )
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
+def test_experts_of_every_type_are_the_numbers_of_the_package(kind, tmp_path):
+    _, path = converted("gptoss", tmp_path, kind=kind)
+    theirs = theirs_of(path)
+    assert theirs["blk.1.ffn_up_exps.weight"][0] == kind
+    _, state = weights_loader.load(path, dtype=torch.float32)
+    for part, columns in (("gate", slice(0, None, 2)), ("up", slice(1, None, 2))):
+        for theirs_end, ours_end in ((".weight", ""), (".bias", "_bias")):
+            numbers = theirs[f"blk.1.ffn_{part}_exps{theirs_end}"][1]  # (E,width,C) or (E,width)
+            ours = state[f"layers.1.mlp.experts.gate_up_proj{ours_end}"][..., columns].numpy()
+            assert np.array_equal(ours, np.moveaxis(numbers, 1, -1))
+    down = theirs["blk.1.ffn_down_exps.weight"][1]
+    assert np.array_equal(state["layers.1.mlp.experts.down_proj"].numpy(), np.moveaxis(down, 1, -1))
+    down_bias = theirs["blk.1.ffn_down_exps.bias"][1]
+    assert np.array_equal(state["layers.1.mlp.experts.down_proj_bias"].numpy(), down_bias)
+
+
+@pytest.mark.parametrize(("type_name", "usual"), [("bf16", "BF16"), ("q8_0", "Q8_0")])
+def test_a_written_file_has_biases_and_routers_in_fp32(type_name, usual, tmp_path):
+    """llama.cpp adds biases of experts in fp32 only."""
+    _, path = written(SHAPES["gptoss"], tmp_path, type_name)
+    for name, (type_, _) in theirs_of(path).items():
+        plain = name.endswith(".bias") or "norm" in name or "sinks" in name or "gate_inp" in name
+        assert type_ == ("F32" if plain else usual), name
+
+
+def test_a_part_of_the_experts(tmp_path):
+    """Some of the experts are those of the whole tensor."""
+    _, path = converted("gptoss", tmp_path, kind="Q8_0")
+    entries = weights_loader.shards.read_entries(weights_loader.resolve(path))
+    cpu = torch.device("cpu")
+    for leaf in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+        entry = entries[f"model.layers.0.mlp.experts.{leaf}"]
+        whole = weights_loader.shards.materialize(entry, None, cpu)
+        part = weights_loader.shards.materialize(entry.rows(2, 5), None, cpu)
+        assert torch.equal(part, whole[2:5]), leaf
+
+
+def test_mxfp4_is_refused_by_name(tmp_path):
+    _, path = converted("gptoss", tmp_path, kind="MXFP4")
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_gate_exps.weight.* MXFP4") as caught:
+        nanokv.load(path)
+    assert "bf16" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: found.pop("blk.1.ffn_up_exps.weight"), "ffn_up_exps.weight.* is missing"),
+        (lambda found: found.pop("blk.1.ffn_down_exps.bias"), "ffn_down_exps.bias.* is missing"),
+        (lambda found: found.pop("blk.1.attn_sinks.weight"), "sinks"),
+        (
+            lambda found: found.update(
+                {"blk.1.ffn_up_exps.bias": found["blk.1.ffn_up_exps.bias"][:, :64].copy()}
+            ),
+            r"ffn_up_exps.bias.* has shape \[6, 64\]",
+        ),
+        (
+            lambda found: found.update(
+                {"blk.1.ffn_down_exps.weight": found["blk.1.ffn_down_exps.bias"]}
+            ),
+            "3 sizes as of",
+        ),
+        (
+            lambda found: found.update({"blk.1.ffn_gate_up_exps.weight": found["output.weight"]}),
+            "ffn_gate_up_exps.weight.* has no place",
+        ),
+    ],
+)
+def test_experts_that_are_not_whole_are_refused_by_name(change, words, tmp_path, monkeypatch):
+    right = gguf_files.arrays
+
+    def damaged(reference):
+        found = right(reference)
+        change(found)
+        return found
+
+    monkeypatch.setattr(gguf_files, "arrays", damaged)
+    _, path = converted("gptoss", tmp_path)
+    with pytest.raises(CheckpointError, match=words):
+        nanokv.load(path)
+
+
+def test_names_of_tensors_are_those_of_the_package():
+    """Of every layer; the package names gate and up apart, and knows no tensor of both."""
+    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT_OSS, 5)
+    config = tiny_config(**SHAPES["gptoss"]).to_dict()
+    for place in places(config, names.expected(config)):
+        (source, *_) = place.sources
+        part = place.name.split(".")[2] if "exps" in place.name else ""
+        whole = source.replace("gate_up_proj", "gate_proj" if "gate" in part else "up_proj")
+        stem = whole.removesuffix("_bias").removesuffix(".bias").removesuffix(".weight")
+        assert theirs.get_name(stem) == place.name.rpartition(".")[0], source
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_whole_number_sets_the_windows_of_gpt_oss(every, tmp_path):
+    """As in llama.cpp, whose default is 2."""
+    key = "gpt-oss.attention.sliding_window_pattern"
+    _, path = converted("gptoss", tmp_path, [(key, every)])
+    model, _ = nanokv.load(path)
+    assert model.config.windows == tuple(7 if (i + 1) % every else None for i in range(5))
 
 
 def test_no_kernel_computes_their_blocks(tmp_path):
@@ -198,3 +346,11 @@ def test_a_file_that_llama_cpp_refuses_is_named(changes, words):
     fields = tiny_config(**SHAPES["olmo3"]).to_dict() | changes
     found = unreadable_elsewhere(Config.from_dict(fields))
     assert words in found and bool(words) == bool(found)
+
+
+def test_a_tied_gpt_oss_is_named_too():
+    config = Config.from_dict(tiny_config(**SHAPES["gptoss"]).to_dict())
+    assert unreadable_elsewhere(config) == ""
+    assert "gpt-oss has a head that is not tied" in unreadable_elsewhere(
+        replace(config, tie_word_embeddings=True)
+    )
