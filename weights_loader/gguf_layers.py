@@ -1,8 +1,9 @@
-"""What a GGUF file says of layers that differ: windows, two RoPE bases, other norms.
+"""What a GGUF file says of layers that differ: windows, two RoPE bases, other norms, states.
 
     SmolLM3   architecture smollm3; every fourth layer has no RoPE, which no key says
     OLMo 3    architecture olmo2, with a window; every fourth layer sees all positions
     Gemma 3   architecture gemma3; every sixth layer sees all positions; norms are stored as 1 + w
+    LFM2, Qwen3.5                    gguf_states.py
 
 llama.cpp has the patterns in its code; a key replaces those of the last two. Where it computes
 something else than the model, the file is refused. Sources: llama.cpp's src/models/smollm3.cpp,
@@ -11,7 +12,9 @@ olmo2.cpp and gemma3.cpp, conversion/llama.py, olmo.py and gemma.py.
 
 from typing import Any
 
+from . import gguf_states
 from .families import FAMILIES
+from .gguf_forms import Form, Shifted
 from .names import SIZES
 from .strict import CheckpointError, quote
 
@@ -33,29 +36,44 @@ NORMS = {  # norms of a layer, of families with their own; the other names are g
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
+    "qwen3_5_text": {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+    },
 }
 PLAIN_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+ENDS = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+LFM2_ENDS = {"token_embd": "embed_tokens", "token_embd_norm": "norm", "output": "lm_head"}
+NO_DIVISORS = {"smollm3", *NORMS, *gguf_states.KEYS}  # llama.cpp reads no rope_freqs.weight there
 PERMUTED = ("llama", "smollm3")  # families with permuted rows of q and k
 LARGEST_GEMMA = 62  # layers of Gemma 3 27B, whose scores llama.cpp divides by another root
 
 
-def norms(model_type: str) -> dict[str, str]:
-    """Their name → ours, of the norms of a layer."""
-    return NORMS.get(model_type, PLAIN_NORMS)
+def own_parts(model_type: str) -> dict[str, str]:
+    """Their name → ours, of the norms of a layer and of parts that no other family has."""
+    return NORMS.get(model_type, PLAIN_NORMS) | gguf_states.PARTS.get(model_type, {})
+
+
+def ends(model_type: str) -> dict[str, str]:
+    """Their name → ours, of the tensors outside the layers."""
+    return LFM2_ENDS if model_type == "lfm2" else ENDS
 
 
 def keys_of(model_type: str) -> set[str]:
     """The keys that are read for this family, without the architecture's name."""
     if FAMILIES[model_type].full_every is None:
-        return set()
+        return gguf_states.keys_of(model_type)
     return {WINDOW, PATTERN, LOCAL_BASE}
 
 
-def norm_shift(model_type: str, name: str) -> float:
-    """What a file adds to the values of the tensor with this name."""
-    if model_type == "gemma3_text" and name.endswith("norm.weight"):
-        return 1.0
-    return 0.0
+def forms(config: dict[str, Any], name: str) -> tuple[Form, ...]:
+    """How a file holds the values of the tensor with this name; () if as the model has them."""
+    kind = config["model_type"]
+    if kind in gguf_states.KEYS:
+        return gguf_states.forms(config, name)
+    if kind == "gemma3_text" and name.endswith("norm.weight"):
+        return (Shifted(1.0),)
+    return ()
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -68,10 +86,12 @@ def layer_fields(path: Any, own: dict[str, Any], fields: dict[str, Any]) -> dict
     """
     kind = fields["model_type"]
     rope = fields["rope_parameters"]
-    if kind in ("smollm3", *NORMS) and rope["rope_type"] == "llama3":
+    if kind in NO_DIVISORS and rope["rope_type"] == "llama3":
         raise CheckpointError(
             f"{path}: rope_freqs.weight in a {FAMILIES[kind].title} file is not implemented"
         )
+    if kind in gguf_states.KEYS:
+        return gguf_states.layer_fields(path, own, fields)
     if FAMILIES[kind].full_every is None:
         return {}
     layers = fields.get("num_hidden_layers", 0)
@@ -146,8 +166,10 @@ def layer_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Key → value, without the architecture's name. CheckpointError for what has no key."""
     kind = config["model_type"]
     rope = full_rope(config)
-    if kind in ("smollm3", *NORMS) and rope["rope_type"] == "llama3":
+    if kind in NO_DIVISORS and rope["rope_type"] == "llama3":
         refuse(kind, "rope_type", "llama3")
+    if kind in gguf_states.KEYS:
+        return gguf_states.layer_keys(config)
     layers = config["num_hidden_layers"]
     if kind == "smollm3":
         usual = [int((layer + 1) % 4 != 0) for layer in range(layers)]

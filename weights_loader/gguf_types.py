@@ -5,7 +5,8 @@
 
 The choice is llama.cpp's (src/llama-quant.cpp: `llama_tensor_get_type`,
 `tensor_allows_quantization`, `tensor_type_fallback`). Two of its special cases are left out: models
-with exactly 8 experts and Llama 70B get more bits in a few tensors there. Q4_K and Q6_K are
+with exactly 8 experts and Llama 70B get more bits in a few tensors there. Of q4_k_m Qwen3.5's q, k
+and v in one matrix have Q6_K here, where llama.cpp has Q5_K. Q4_K and Q6_K are
 quantized in k_quants.py, the other types by the `gguf` package.
 """
 
@@ -26,6 +27,7 @@ Shape = tuple[int, ...]
 CHUNK = 1 << 20  # numbers that are converted at once
 LARGEST_F16 = 65_504.0
 PLAIN = ("F32", "F16", "BF16")
+FULL_PRECISION = (".ffn_gate_inp.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight")
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,13 @@ TYPES = {
 FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole super-blocks; else F16
 # The tensors of which q4_k_m stores some layers in Q6_K.
 SENSITIVE = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down|ffn_down_exps)\.weight")
+ALWAYS = re.compile(r"blk\.\d+\.attn_qkv\.weight")  # of which it stores all layers so
 
 
 def types(kind: FileType, shapes: Mapping[str, Shape], layers: int) -> dict[str, str]:
     """GGUF name → name of the tensor's type. `layers`: number of layers of the model.
 
-    Vectors and routers are F32. The head has the largest effect on the answer, so a file of 4 or 5
+    Vectors, routers and short convolutions are F32. The head has the largest effect on the answer, so a file of 4 or 5
     bits has it in Q6_K; a tied head is the embedding.
     """
     head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
@@ -68,11 +71,13 @@ def types(kind: FileType, shapes: Mapping[str, Shape], layers: int) -> dict[str,
 
 def wanted(kind: FileType, name: str, shape: Shape, is_head: bool, layers: int) -> str:
     """The type of a tensor, without regard to the length of its rows."""
-    if len(shape) == 1 or name.endswith(".ffn_gate_inp.weight"):
+    if len(shape) == 1 or name.endswith(FULL_PRECISION):
         return "F32"
     if kind.usual in PLAIN or kind.usual == "Q8_0":
         return kind.usual
     if is_head:
+        return "Q6_K"
+    if kind.mix and ALWAYS.fullmatch(name):
         return "Q6_K"
     sensitive = SENSITIVE.fullmatch(name)
     if kind.mix and sensitive and has_more_bits(int(sensitive[1]), layers):
