@@ -5,8 +5,7 @@
 
 The choice is llama.cpp's (src/llama-quant.cpp: `llama_tensor_get_type`,
 `tensor_allows_quantization`, `tensor_type_fallback`). Two of its special cases are left out: models
-with exactly 8 experts and Llama 70B get more bits in a few tensors there. Of q4_k_m Qwen3.5's q, k
-and v in one matrix have Q6_K here, where llama.cpp has Q5_K. Q4_K and Q6_K are
+with exactly 8 experts and Llama 70B get more bits in a few tensors there. Q4_K and Q6_K are
 quantized in k_quants.py, the other types by the `gguf` package.
 """
 
@@ -52,8 +51,8 @@ TYPES = {
 }
 FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole super-blocks; else F16
 # The tensors of which q4_k_m stores some layers in Q6_K.
-SENSITIVE = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down|ffn_down_exps)\.weight")
-ALWAYS = re.compile(r"blk\.\d+\.attn_qkv\.weight")  # of which it stores all layers so
+SENSITIVE = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|ffn_down_exps)\.weight")
+VALUES = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv)\.weight")  # counted by themselves
 
 
 def types(kind: FileType, shapes: Mapping[str, Shape], layers: int) -> dict[str, str]:
@@ -63,26 +62,40 @@ def types(kind: FileType, shapes: Mapping[str, Shape], layers: int) -> dict[str,
     bits has it in Q6_K; a tied head is the embedding.
     """
     head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
-    return {
-        name: fitting(wanted(kind, name, shape, name == head, layers), shape)
-        for name, shape in shapes.items()
-    }
+    valued = sorted(int(found[1]) for found in map(VALUES.fullmatch, shapes) if found)
+    found = {}
+    for name, shape in shapes.items():
+        type_ = wanted(kind, name, shape, name == head)
+        if kind.mix and type_ == kind.usual and is_sensitive(name, valued, layers):
+            type_ = "Q6_K"
+        found[name] = fitting(type_, shape)
+    return found
 
 
-def wanted(kind: FileType, name: str, shape: Shape, is_head: bool, layers: int) -> str:
-    """The type of a tensor, without regard to the length of its rows."""
+def wanted(kind: FileType, name: str, shape: Shape, is_head: bool) -> str:
+    """The type of a tensor, without regard to its layer and to the length of its rows."""
     if len(shape) == 1 or name.endswith(FULL_PRECISION):
         return "F32"
     if kind.usual in PLAIN or kind.usual == "Q8_0":
         return kind.usual
     if is_head:
         return "Q6_K"
-    if kind.mix and ALWAYS.fullmatch(name):
-        return "Q6_K"
-    sensitive = SENSITIVE.fullmatch(name)
-    if kind.mix and sensitive and has_more_bits(int(sensitive[1]), layers):
-        return "Q6_K"
     return kind.usual
+
+
+def is_sensitive(name: str, valued: list[int], layers: int) -> bool:
+    """Whether q4_k_m has more bits for this tensor.
+
+    `valued`: the layers with values (LFM2 has them in some layers only), whose tensors are counted
+    by themselves.
+    """
+    found = SENSITIVE.fullmatch(name)
+    if found is None:
+        return False
+    layer = int(found[1])
+    if VALUES.fullmatch(name):
+        return has_more_bits(valued.index(layer), len(valued))
+    return has_more_bits(layer, layers)
 
 
 def has_more_bits(layer: int, layers: int) -> bool:

@@ -161,7 +161,9 @@ def metadata(config, architecture: str) -> dict:
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": config.moe_intermediate_size,
         }
-    if architecture == "lfm2":
+    if architecture == "lfm2":  # without the sizes of a head, which are C / H
+        for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            del found[key]
         kinds = config.layer_types
         found |= {
             "attention.head_count_kv": [

@@ -22,11 +22,18 @@ from tiny_checkpoint import write_tokenizer
 from weights_loader import CheckpointError
 from weights_loader.gguf_file import read_gguf
 from weights_loader.gguf_forms import Exponential, Tiled
+from weights_loader.gguf_types import TYPES, types
 from weights_loader.strict import read_object
 
 BASES = LAYERED["olmo3-G2"]["rope_parameters"]
 ONE_BASE = dict.fromkeys(BASES, BASES["full_attention"])
 SIZES = {"vocab_size": 320}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 SHAPES = {  # what llama.cpp computes: its patterns, one base for OLMo 3, scores over the root of D
     "smollm3": SIZES | LAYERED["smollm3-G2"],
     "olmo3": SIZES | LAYERED["olmo3-G2"] | {"rope_parameters": ONE_BASE, "head_dim": 16},
@@ -34,14 +41,15 @@ SHAPES = {  # what llama.cpp computes: its patterns, one base for OLMo 3, scores
     "gemma3": SIZES | LAYERED["gemma3-G2"],
     "gemma3-all": SIZES | LAYERED["gemma3-G4-scaled"] | {"query_pre_attn_scalar": 32},
     "lfm2": SIZES | HYBRID["lfm2-G2"] | {"head_dim": 16},
-    "lfm2-untied": SIZES | HYBRID["lfm2-G4-bias"] | {"head_dim": 16, "conv_bias": False},
+    "lfm2-untied": SIZES
+    | HYBRID["lfm2-G4-bias"]
+    | {"head_dim": 16, "conv_bias": False, "rope_parameters": YARN},
     "qwen35": SIZES | HYBRID["qwen35-G2"] | {"linear_value_head_dim": 16},
     "qwen35-own": SIZES
     | HYBRID["qwen35-G4-own"]
     | {
         "attention_bias": False,
-        "rope_parameters": HYBRID["qwen35-G4-own"]["rope_parameters"]
-        | {"mrope_section": [3, 3, 2]},
+        "rope_parameters": YARN | {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]},
     },
 }
 LLAMA3 = {
@@ -287,6 +295,22 @@ def test_a_file_of_olmo_that_llama_cpp_refuses_is_named(changes, words):
 def test_sizes_of_heads_that_llama_cpp_has_not_are_named(name, words):
     config = Config.from_dict(tiny_config(**HYBRID[name]).to_dict())
     assert words in unreadable_elsewhere(config)
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [([2, 5, 8, 10, 12, 14], {8, 14}), (range(16), {0, 1, 4, 7, 10, 13, 14, 15})],
+)
+def test_q4_k_m_has_more_bits_for_the_values_of_the_layers_that_llama_cpp_chooses(
+    attention, expected
+):
+    """What its llama_model_quantize chose for LFM2 of 16 layers, which has values in six, and for Qwen3.5."""
+    names = {
+        f"blk.{i}.{'attn_qkv' if len(attention) == 16 and (i + 1) % 4 else 'attn_v'}.weight": i
+        for i in attention
+    }
+    found = types(TYPES["q4_k_m"], dict.fromkeys(names, (256, 256)), 16)
+    assert {i for name, i in names.items() if found[name] == "Q6_K"} == expected
 
 
 @pytest.mark.parametrize("order", [Tiled(2, 6), Tiled(3, 6, 4, first=5), Tiled(2, 4, 3, dim=1)])
