@@ -62,11 +62,18 @@ def vocabulary(tokenizer: Tokenizer, ends: tuple[int, ...]) -> Vocabulary:
 def unreadable_elsewhere(config: Config) -> str:
     """Why llama.cpp refuses a file with this config, or "".
 
-    Its qwen2 and olmo2 read q as (C,C), whatever attention.key_length says, and its olmo2 and
-    gpt-oss demand a head of their own (llama-model.cpp, olmo2.cpp, openai-moe.cpp).
+    Its qwen2, olmo2 and lfm2 read q as (C,C), whatever attention.key_length says, its olmo2 and
+    gpt-oss demand a head of their own (llama-model.cpp, olmo2.cpp, openai-moe.cpp), and its qwen35
+    has values as wide as keys.
     """
+    linear = config.linear
+    if linear and linear.linear_value_head_dim != linear.linear_key_head_dim:
+        return (
+            f"llama.cpp refuses this file: in its qwen35 linear_value_head_dim is "
+            f"linear_key_head_dim {linear.linear_key_head_dim}, here {linear.linear_value_head_dim}"
+        )
     heads, D, C = config.num_attention_heads, config.head_dim, config.hidden_size
-    if config.model_type in ("qwen2", "olmo3") and heads * D != C:
+    if config.model_type in ("qwen2", "olmo3", "lfm2") and heads * D != C:
         return (
             f"llama.cpp refuses this file: in its {ARCHITECTURES[config.model_type]} {heads} heads "
             f"have {C} dimensions together, here {heads * D}"

@@ -1,9 +1,10 @@
-"""What a GGUF file says of layers that differ: windows, two RoPE bases, other norms and names.
+"""What a GGUF file says of layers that differ: windows, two RoPE bases, other norms, names, states.
 
     SmolLM3   architecture smollm3; every fourth layer has no RoPE, which no key says
     OLMo 3    architecture olmo2, with a window; every fourth layer sees all positions
     Gemma 3   architecture gemma3; every sixth layer sees all positions; norms are stored as 1 + w
-    gpt-oss   architecture gpt-oss; every second layer sees all positions
+    gpt-oss   architecture gpt-oss; every second layer sees all positions (experts: gguf_stacks.py)
+    LFM2, Qwen3.5                    gguf_states.py
 
 llama.cpp has the patterns in its code; a key replaces those of the last three. Where it computes
 something else than the model, the file is refused, with one exception: YaRN of gpt-oss is read as
@@ -14,7 +15,9 @@ conversion/llama.py, olmo.py, gemma.py and gpt_oss.py.
 
 from typing import Any
 
+from . import gguf_states
 from .families import FAMILIES
+from .gguf_forms import Form, Shifted
 from .names import SIZES, one_spelling
 from .strict import CheckpointError, quote
 
@@ -25,7 +28,7 @@ WINDOW, PATTERN, LOCAL_BASE = (
     "rope.freq_base_swa",
 )
 HINT = "a Hugging Face folder holds every model: give a folder instead of FILE.gguf"
-OWN_NAMES = {  # norms and other tensors of a layer, of families with their own
+OWN_PARTS = {  # norms and other parts of a layer, of families with their own
     "olmo3": {
         "post_attention_norm": "post_attention_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
@@ -39,32 +42,53 @@ OWN_NAMES = {  # norms and other tensors of a layer, of families with their own
     "gpt_oss": {
         "attn_norm": "input_layernorm",
         "post_attention_norm": "post_attention_layernorm",
-        "attn_sinks": "self_attn.sinks",
         "ffn_gate_inp": "mlp.router",
+    },
+    "qwen3_5_text": {
+        "attn_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
     },
 }
 PLAIN_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+PARAMETERS = {"gpt_oss": {"attn_sinks.weight": "self_attn.sinks"}} | gguf_states.PARAMETERS
+ENDS = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+LFM2_ENDS = {"token_embd": "embed_tokens", "token_embd_norm": "norm", "output": "lm_head"}
+# llama.cpp reads no rope_freqs.weight in files of these families.
+NO_DIVISORS = {"smollm3", *OWN_PARTS, *gguf_states.KEYS}
 PERMUTED = ("llama", "smollm3")  # families with permuted rows of q and k
 LARGEST_GEMMA = 62  # layers of Gemma 3 27B, whose scores llama.cpp divides by another root
 
 
-def own_names(model_type: str) -> dict[str, str]:
-    """Their name → ours, of the norms of a layer, and of what differs from gguf_model.NAMES."""
-    return OWN_NAMES.get(model_type, PLAIN_NORMS)
+def own_parts(model_type: str) -> dict[str, str]:
+    """Their name → ours, of the norms of a layer and of what differs from gguf_model.NAMES."""
+    return OWN_PARTS.get(model_type, PLAIN_NORMS) | gguf_states.PARTS.get(model_type, {})
+
+
+def own_parameters(model_type: str) -> dict[str, str]:
+    """Their whole name → ours, of parameters that have no .weight or .bias behind them here."""
+    return PARAMETERS.get(model_type, {})
+
+
+def ends(model_type: str) -> dict[str, str]:
+    """Their name → ours, of the tensors outside the layers."""
+    return LFM2_ENDS if model_type == "lfm2" else ENDS
 
 
 def keys_of(model_type: str) -> set[str]:
     """The keys that are read for this family, without the architecture's name."""
     if FAMILIES[model_type].full_every is None:
-        return set()
+        return gguf_states.keys_of(model_type)
     return {WINDOW, PATTERN, LOCAL_BASE}
 
 
-def norm_shift(model_type: str, name: str) -> float:
-    """What a file adds to the values of the tensor with this name."""
-    if model_type == "gemma3_text" and name.endswith("norm.weight"):
-        return 1.0
-    return 0.0
+def forms(config: dict[str, Any], name: str) -> tuple[Form, ...]:
+    """How a file holds the values of the tensor with this name; () if as the model has them."""
+    kind = config["model_type"]
+    if kind in gguf_states.KEYS:
+        return gguf_states.forms(config, name)
+    if kind == "gemma3_text" and name.endswith("norm.weight"):
+        return (Shifted(1.0),)
+    return ()
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -77,10 +101,12 @@ def layer_fields(path: Any, own: dict[str, Any], fields: dict[str, Any]) -> dict
     """
     kind = fields["model_type"]
     rope = fields["rope_parameters"]
-    if kind in ("smollm3", *OWN_NAMES) and rope["rope_type"] == "llama3":
+    if kind in NO_DIVISORS and rope["rope_type"] == "llama3":
         raise CheckpointError(
             f"{path}: rope_freqs.weight in a {FAMILIES[kind].title} file is not implemented"
         )
+    if kind in gguf_states.KEYS:
+        return gguf_states.layer_fields(path, own, fields)
     if FAMILIES[kind].full_every is None:
         return {}
     layers = fields.get("num_hidden_layers", 0)
@@ -199,8 +225,10 @@ def layer_keys(config: dict[str, Any]) -> dict[str, Any]:
     """Key → value, without the architecture's name. CheckpointError for what has no key."""
     kind = config["model_type"]
     rope = full_rope(config)
-    if kind in ("smollm3", *OWN_NAMES) and rope["rope_type"] == "llama3":
+    if kind in NO_DIVISORS and rope["rope_type"] == "llama3":
         refuse(kind, "rope_type", "llama3")
+    if kind in gguf_states.KEYS:
+        return gguf_states.layer_keys(config)
     layers = config["num_hidden_layers"]
     if kind == "smollm3":
         usual = [int((layer + 1) % 4 != 0) for layer in range(layers)]

@@ -19,9 +19,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import gguf_layers, gguf_stacks
+from . import gguf_layers, gguf_stacks, gguf_states
 from .families import FAMILIES
 from .gguf_file import GgufFile, TensorInfo, read_gguf
+from .gguf_forms import Form
+from .names import to_hugging_face
 from .neutral import is_off
 from .pooling import POOLING, gguf_pooling
 from .strict import CheckpointError, quote, read_object
@@ -36,6 +38,8 @@ FAMILY_OF = {
     "olmo2": "olmo3",
     "gemma3": "gemma3_text",
     "gpt-oss": "gpt_oss",
+    "lfm2": "lfm2",
+    "qwen35": "qwen3_5_text",
 }
 KEYS = {  # key after the architecture's name → field of config.json
     "context_length": "max_position_embeddings",
@@ -92,7 +96,7 @@ SAMPLING = {  # key after "general.sampling." → field of generation_config.jso
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-NAMES = {  # tensors of a layer, without those of gguf_layers.own_names
+NAMES = {  # tensors of a layer: their name → nanokv's, without those of gguf_layers.own_parts
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -106,7 +110,6 @@ NAMES = {  # tensors of a layer, without those of gguf_layers.own_names
 }
 # Tensors that stack the matrices of all experts.
 STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 # Llama 3.1's context extension, stored as divisors of the frequencies.
 ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -219,7 +222,9 @@ def model_config(found: GgufFile) -> dict:
     embedding = tensor(found, "token_embd.weight", 2)
     fields["vocab_size"] = embedding.shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in found.tensors
-    matrix = tensor(found, "blk.0.attn_q.weight", 2)
+    fields |= gguf_states.sizes(found.path, own, fields["model_type"])
+    stateful = fields["model_type"] in gguf_states.KEYS  # the first layer has no attention
+    matrix = tensor(found, "blk.0.ffn_up.weight" if stateful else "blk.0.attn_q.weight", 2)
     fields["torch_dtype"] = DTYPES.get(matrix.type.name, "bfloat16")
     check_lengths(found, own, fields)
     if fields["model_type"] in gguf_layers.PERMUTED:
@@ -289,7 +294,8 @@ def check_lengths(found: GgufFile, own: dict, fields: dict) -> None:
     fields.setdefault("num_key_value_heads", heads)
     head_dim = fields.setdefault("head_dim", width // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if own.get(key, head_dim) != head_dim:
+        partly = key == gguf_states.ROTATED and fields["model_type"] == "qwen3_5_text"
+        if own.get(key, head_dim) != head_dim and not partly:
             raise CheckpointError(
                 f"{found.path}: {key} is {quote(own[key])}, "
                 f"the heads have {quote(head_dim)} dimensions"
@@ -417,7 +423,24 @@ class Rows(NamedTuple):
     # Heads of a matrix with permuted rows, else 0. llama.cpp permutes them so that the pairs that
     # RoPE rotates are adjacent.
     heads: int = 0
-    shift: float = 0.0  # what the file adds to each value
+    forms: tuple[Form, ...] = ()
+
+
+def end_names(model_type: str) -> dict[str, str]:
+    """Their name → nanokv's, of the tensors outside the layers."""
+    found = gguf_layers.ends(model_type)
+    return {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in found.items()}
+
+
+def part_names(model_type: str) -> dict[str, str]:
+    """Their name → nanokv's, of the tensors in a layer, without the stacked ones."""
+    parts = NAMES | gguf_layers.own_parts(model_type)
+    found = {
+        f"{theirs}.{kind}": f"{ours}.{kind}"
+        for theirs, ours in parts.items()
+        for kind in ("weight", "bias")
+    }
+    return found | gguf_layers.own_parameters(model_type)
 
 
 def names_of(found: GgufFile, config: dict) -> dict[str, Rows | gguf_stacks.Stack]:
@@ -432,43 +455,43 @@ def names_of(found: GgufFile, config: dict) -> dict[str, Rows | gguf_stacks.Stac
         stacks = gguf_stacks.stacks(found)
         in_stacks = {part.name for stack in stacks.values() for part in stack.parts}
         named |= stacks
-    table = NAMES | gguf_layers.own_names(kind)
+    ends, parts = end_names(kind), part_names(kind)
     for name, info in found.tensors.items():
         if name == ROPE_FACTORS or name in in_stacks:
             continue
-        slices = slices_of(name, info, table)
+        slices = slices_of(name, info, ends, parts)
         if not slices:
             raise CheckpointError(
                 f"{found.path}: tensor {quote(name)} {list(info.shape)} has no place in "
                 f"{quote(kind)}"
             )
-        for full_name, (first, rows) in slices.items():
-            named[full_name] = Rows(info, first, rows)
+        for ours, (first, rows) in slices.items():
+            named[to_hugging_face(ours, kind)] = Rows(info, first, rows)
     return named
 
 
-def slices_of(name: str, info: TensorInfo, table: dict[str, str]) -> dict[str, tuple[int, int]]:
-    """Hugging Face's name → (first row, rows), for one tensor of the file; {} if it is unknown.
+def slices_of(
+    name: str, info: TensorInfo, ends: dict[str, str], parts: dict[str, str]
+) -> dict[str, tuple[int, int]]:
+    """nanokv's name → (first row, rows), for one tensor of the file; {} if it is unknown.
 
-    table: the names of the tensors of a layer.
+    ends, parts: the names outside the layers, and in a layer.
     """
     whole = (0, info.shape[0])
-    part, _, kind = name.rpartition(".")
-    if part in ENDS and kind == "weight":
-        return {f"{ENDS[part]}.weight": whole}
-    layer = re.fullmatch(r"blk\.(\d{1,5})\.(\w+)", part)
+    if name in ends:
+        return {ends[name]: whole}
+    layer = re.fullmatch(r"blk\.(\d{1,5})\.(.+)", name)
     if layer is None:
         return {}
-    prefix = f"model.layers.{layer[1]}"
+    prefix = f"layers.{layer[1]}"
     leaf = layer[2]
-    if leaf == "attn_sinks" and leaf in table and kind == "weight":
-        return {f"{prefix}.{table[leaf]}": whole}  # a parameter of its own, no ".weight" behind it
-    if leaf in table and kind in ("weight", "bias"):
-        return {f"{prefix}.{table[leaf]}.{kind}": whole}
-    if leaf in STACKED and kind == "weight" and len(info.shape) == 3:
+    if leaf in parts:
+        return {f"{prefix}.{parts[leaf]}": whole}
+    stack, _, kind = leaf.partition(".")
+    if stack in STACKED and kind == "weight" and len(info.shape) == 3:
         experts, rows, _ = info.shape
         prefix = f"{prefix}.mlp.experts"
-        return {f"{prefix}.{e}.{STACKED[leaf]}.weight": (e * rows, rows) for e in range(experts)}
+        return {f"{prefix}.{e}.{STACKED[stack]}.weight": (e * rows, rows) for e in range(experts)}
     return {}
 
 
@@ -488,8 +511,8 @@ def places(folder: Path) -> tuple[Path, dict[str, Rows | gguf_stacks.Stack]]:
     for name, place in tensors.items():
         if isinstance(place, Rows):
             leaf = name.split(".")[-2]
-            shift = gguf_layers.norm_shift(kind, name)
-            tensors[name] = place._replace(heads=heads.get(leaf, 0), shift=shift)
+            forms = gguf_layers.forms(config, name)
+            tensors[name] = place._replace(heads=heads.get(leaf, 0), forms=forms)
     return path, tensors
 
 

@@ -26,6 +26,12 @@ Shape = tuple[int, ...]
 CHUNK = 1 << 20  # numbers that are converted at once
 LARGEST_F16 = 65_504.0
 PLAIN = ("F32", "F16", "BF16")
+FULL_PRECISION = (  # the ends of names of matrices in F32
+    ".bias",
+    ".ffn_gate_inp.weight",
+    ".shortconv.conv.weight",
+    ".ssm_conv1d.weight",
+)
 
 
 @dataclass(frozen=True)
@@ -50,34 +56,51 @@ TYPES = {
 }
 FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are no whole super-blocks; else F16
 # The tensors of which q4_k_m stores some layers in Q6_K.
-SENSITIVE = re.compile(r"blk\.(\d+)\.(attn_v|ffn_down|ffn_down_exps)\.weight")
+SENSITIVE = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv|ffn_down|ffn_down_exps)\.weight")
+VALUES = re.compile(r"blk\.(\d+)\.(attn_v|attn_qkv)\.weight")  # counted by themselves
 
 
 def types(kind: FileType, shapes: Mapping[str, Shape], layers: int) -> dict[str, str]:
     """GGUF name → name of the tensor's type. `layers`: number of layers of the model.
 
-    Vectors, biases and routers are F32. The head has the largest effect on the answer, so a file of 4 or 5
-    bits has it in Q6_K; a tied head is the embedding.
+    Vectors, biases, routers and short convolutions are F32. The head has the largest effect on the
+    answer, so a file of 4 or 5 bits has it in Q6_K; a tied head is the embedding.
     """
     head = "output.weight" if "output.weight" in shapes else "token_embd.weight"
-    return {
-        name: fitting(wanted(kind, name, shape, name == head, layers), shape)
-        for name, shape in shapes.items()
-    }
+    valued = sorted(int(found[1]) for found in map(VALUES.fullmatch, shapes) if found)
+    found = {}
+    for name, shape in shapes.items():
+        type_ = wanted(kind, name, shape, name == head)
+        if kind.mix and type_ == kind.usual and is_sensitive(name, valued, layers):
+            type_ = "Q6_K"
+        found[name] = fitting(type_, shape)
+    return found
 
 
-def wanted(kind: FileType, name: str, shape: Shape, is_head: bool, layers: int) -> str:
-    """The type of a tensor, without regard to the length of its rows."""
-    if len(shape) == 1 or name.endswith((".bias", ".ffn_gate_inp.weight")):
+def wanted(kind: FileType, name: str, shape: Shape, is_head: bool) -> str:
+    """The type of a tensor, without regard to its layer and to the length of its rows."""
+    if len(shape) == 1 or name.endswith(FULL_PRECISION):
         return "F32"
     if kind.usual in PLAIN or kind.usual == "Q8_0":
         return kind.usual
     if is_head:
         return "Q6_K"
-    sensitive = SENSITIVE.fullmatch(name)
-    if kind.mix and sensitive and has_more_bits(int(sensitive[1]), layers):
-        return "Q6_K"
     return kind.usual
+
+
+def is_sensitive(name: str, valued: list[int], layers: int) -> bool:
+    """Whether q4_k_m has more bits for this tensor.
+
+    `valued`: the layers with values (LFM2 has them in some layers only), whose tensors are counted
+    by themselves.
+    """
+    found = SENSITIVE.fullmatch(name)
+    if found is None:
+        return False
+    layer = int(found[1])
+    if VALUES.fullmatch(name):
+        return has_more_bits(valued.index(layer), len(valued))
+    return has_more_bits(layer, layers)
 
 
 def has_more_bits(layer: int, layers: int) -> bool:

@@ -28,16 +28,16 @@ import torch
 
 from . import gguf_layers, gguf_stacks, names, readable
 from .gguf_model import (
-    ENDS,
     FAMILY_OF,
     FLOATS,
     KEYS,
     LLAMA3,
-    NAMES,
     ROPE_FACTORS,
     SAMPLING,
     STACKED,
+    end_names,
     llama3_divisors,
+    part_names,
 )
 from .gguf_types import TYPES, Shape, encode, nbytes, types
 from .gguf_vocabulary import Vocabulary, metadata
@@ -271,6 +271,7 @@ def check_config(config: dict[str, Any]) -> None:
             f"known: {', '.join(ARCHITECTURES)}",
         )
     fixed = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    fixed["conv_bias"] = False
     if kind != "llama":  # llama.cpp has biases of attention in Llama only
         fixed["attention_bias"] = False
     for name, value in fixed.items():
@@ -347,6 +348,8 @@ def places(config: dict[str, Any], shapes: Mapping[str, Shape]) -> list[Place]:
     found = []
     for name, held in sources.items():
         shape = shapes[held[0]]
+        for form in gguf_layers.forms(config, held[0]):
+            shape = form.stored_shape(shape)
         if name.split(".")[-2] in STACKED:
             shape = (len(held), *shape)
         found.append(Place(name, shape, tuple(held)))
@@ -359,7 +362,7 @@ def places(config: dict[str, Any], shapes: Mapping[str, Shape]) -> list[Place]:
 @functools.cache
 def their_names(model_type: str) -> Mapping[str, str]:
     """Our name → theirs, of the tensors outside layers and of those of a layer."""
-    table = NAMES | gguf_layers.own_names(model_type) | ENDS
+    table = part_names(model_type) | end_names(model_type)
     return {ours: theirs for theirs, ours in table.items()}
 
 
@@ -369,15 +372,14 @@ def their_name(name: str, model_type: str) -> str:
     The matrices of all experts of a layer have one name.
     """
     theirs = their_names(model_type)
-    if name.endswith(".sinks"):
-        name += ".weight"  # as llama.cpp's converter names them
-    part, kind = name.rsplit(".", 1)
-    if part in theirs:
-        return f"{theirs[part]}.{kind}"
-    _, _, layer, leaf = part.split(".", 3)
+    ours = names.to_nanokv(name, model_type)
+    if ours in theirs:
+        return theirs[ours]
+    _, layer, leaf = ours.split(".", 2)
     if leaf.startswith("mlp.experts."):
-        return f"blk.{layer}.{THEIR_STACKS[leaf.rsplit('.', 1)[1]]}.{kind}"
-    return f"blk.{layer}.{theirs[leaf]}.{kind}"
+        part, kind = leaf.rsplit(".", 2)[1:]
+        return f"blk.{layer}.{THEIR_STACKS[part]}.{kind}"
+    return f"blk.{layer}.{theirs[leaf]}"
 
 
 def data(place: Place, config: dict[str, Any], tensors: Tensors, type_: str) -> Any:
@@ -393,9 +395,8 @@ def data(place: Place, config: dict[str, Any], tensors: Tensors, type_: str) -> 
         tensor = permuted(source, values(tensors[source]), config)
         if gguf_stacks.OURS.fullmatch(source):
             tensor = gguf_stacks.part(place.name, tensor)
-        shift = gguf_layers.norm_shift(config["model_type"], source)
-        if shift:
-            tensor = tensor.float() + shift
+        for form in gguf_layers.forms(config, source):
+            tensor = form.stored(tensor.float())
         parts.append(encode(source, tensor, type_))
     if len(parts) == 1:
         return parts[0]

@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import numpy
 import torch
 
+from .gguf_forms import Form
 from .gguf_model import POINTER, Rows, places
 from .gguf_stacks import Stack
 from .names import HEAD, INDEX, SINGLE, read_weight_map
@@ -180,20 +181,20 @@ class Entry:
 
 @dataclass(frozen=True)
 class GgufEntry(Entry):
-    """Rows of a tensor in a GGUF file that are quantized, permuted or shifted.
+    """Rows of a tensor in a GGUF file that are quantized, permuted or in another form.
 
-    llama.cpp permutes the rows of Llama's q and k so that the pairs that RoPE rotates are adjacent,
-    and adds 1 to Gemma's norms.
+    llama.cpp permutes the rows of Llama's q and k so that the pairs that RoPE rotates are adjacent.
+    The other forms are in gguf_forms.py.
     """
 
     type: Any = None  # gguf.GGMLQuantizationType
     heads: int = 0  # number of heads if the rows are permuted, else 0
-    shift: float = 0.0  # what the file adds to each value
+    forms: tuple[Form, ...] = ()
 
     @classmethod
     def of(cls, path: Path, name: str, place: Rows) -> Entry:
         """The rows at `place`. An Entry if they are as the model has them."""
-        info, first, rows, heads, shift = place
+        info, first, rows, heads, forms = place
         dtype = STORED.get(info.type.name, torch.float32)
         shape = info.shape
         row_bytes = info.nbytes // rows
@@ -206,7 +207,9 @@ class GgufEntry(Entry):
             raise CheckpointError(
                 f"{path}: tensor {quote(name)} has {rows:,} rows, no pairs for {heads} heads"
             )
-        if info.type.name in STORED and not heads and not shift:
+        for form in reversed(forms):
+            shape = form.shape(shape)
+        if info.type.name in STORED and not heads and not forms:
             return Entry(path, name, dtype, shape, start, nbytes)
         if not dequantizes(info.type):
             raise CheckpointError(
@@ -214,7 +217,7 @@ class GgufEntry(Entry):
                 "does not turn into numbers",
                 "take a file with other quantization",
             )
-        return cls(path, name, dtype, shape, start, nbytes, info.type, heads, shift)
+        return cls(path, name, dtype, shape, start, nbytes, info.type, heads, forms)
 
     as_stored = False
 
@@ -241,17 +244,25 @@ class GgufEntry(Entry):
         return torch.from_numpy(pairs.swapaxes(1, 2).reshape(count, -1))
 
     def chunks(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, (n,) fp32 values) for each part, in whole rows or whole heads."""
+        """(first element, (n,) fp32 values) for each part, in whole rows or whole heads.
+
+        A tensor in another form is one part: its rows, or parts of them, may change places.
+        """
         import gguf
 
         rows = self.shape[0]
         width = math.prod(self.shape[1:])
         unit = rows // self.heads if self.heads else 1
         step = max(1, CHUNK // (4 * width * unit)) * unit
+        if self.forms:
+            step = rows
         blocks = numpy.memmap(self.path, numpy.uint8, "r", self.start, (rows, self.nbytes // rows))
         for first in range(0, rows, step):
             numbers = gguf.quants.dequantize(blocks[first : first + step], self.type)
-            values = torch.from_numpy(numbers - numpy.float32(self.shift))
+            writable = numpy.require(numbers, requirements="W")  # no view of the file
+            values = torch.from_numpy(writable)
+            for form in reversed(self.forms):
+                values = form.read(values, self.name)
             if self.heads:  # (heads,D/2,2,K) → (heads,2,D/2,K)
                 values = values.view(-1, unit // 2, 2, width).transpose(1, 2)
             yield first * width, values.reshape(-1)

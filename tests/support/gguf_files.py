@@ -48,6 +48,8 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "gemma3_text": "gemma3",
     "gpt_oss": "gpt-oss",
+    "lfm2": "lfm2",
+    "qwen3_5_text": "qwen35",
 }
 LEAVES = {
     "input_layernorm": "attn_norm",
@@ -62,6 +64,24 @@ LEAVES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
 OWN_NAMES = {
     "olmo3": {
@@ -78,8 +98,10 @@ OWN_NAMES = {
         "self_attn.sinks": "attn_sinks",
         "mlp.router": "ffn_gate_inp",
     },
+    "qwen3_5_text": {"post_attention_layernorm": "post_attention_norm"},
 }
 ENDS = {
+    "model.embedding_norm.weight": "token_embd_norm.weight",
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
@@ -94,6 +116,8 @@ def write_gguf(path, reference, tokenizer_folder=None, kind: str = "F32", change
     values = metadata(config, architecture) | (
         tokenizer(tokenizer_folder) if tokenizer_folder else {}
     )
+    if architecture == "lfm2":  # its config has the width before it is adjusted
+        values["lfm2.feed_forward_length"] = len(arrays(reference)["blk.0.ffn_up.weight"])
     for key, value in changes:
         values.pop(key, None)
         if value is not None:
@@ -125,7 +149,8 @@ def metadata(config, architecture: str) -> dict:
         "attention.head_count": heads,
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, "norm_eps", None)
+        or config.rms_norm_eps,
         "rope.freq_base": float(rope["rope_theta"]),
         "vocab_size": config.vocab_size,
     }
@@ -150,12 +175,42 @@ def metadata(config, architecture: str) -> dict:
             "rope.scaling.yarn_beta_fast": rope["beta_fast"],
             "rope.scaling.yarn_beta_slow": rope["beta_slow"],
         }
+    if architecture == "lfm2":  # without the sizes of a head, which are C / H
+        for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            del found[key]
+        kinds = config.layer_types
+        found |= {
+            "attention.head_count_kv": [
+                config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds
+            ],
+            "shortconv.l_cache": config.conv_L_cache,
+        }
+    if architecture == "qwen35":
+        found |= linear_keys(config)
     if architecture in ("olmo2", "gemma3", "gpt-oss"):
         found["attention.sliding_window"] = config.sliding_window
     if architecture == "olmo2":
         windows = [kind == "sliding_attention" for kind in config.layer_types]
         found["attention.sliding_window_pattern"] = windows
     return {f"{architecture}.{key}": value for key, value in found.items()}
+
+
+def linear_keys(config) -> dict:
+    values = config.linear_num_value_heads
+    rope = config.rope_parameters
+    found = {
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": values,
+        "ssm.inner_size": values * config.linear_value_head_dim,
+        "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
+        "rope.dimension_sections": [*rope["mrope_section"], 0],
+    }
+    if config.layer_types[0] == "full_attention":
+        linear = [kind == "linear_attention" for kind in config.layer_types]
+        return found | {"attention.recurrent_layers": linear}
+    return found | {"full_attention_interval": 4}
 
 
 def tokenizer(folder) -> dict:
@@ -181,7 +236,8 @@ def tokenizer(folder) -> dict:
 
 def arrays(reference) -> dict:
     """GGUF name → fp32 array, as convert_hf_to_gguf.py arranges them: q and k of Llama and SmolLM3 permuted, experts
-    stacked, gate and up of gpt-oss apart, 1 added to Gemma's norms."""
+    stacked, gate and up of gpt-oss apart, 1 added to the norms of Gemma and Qwen3.5, whose value heads change
+    places."""
     config, found = reference.config, {}
     state = {}
     for name, tensor in reference.state_dict().items():
@@ -193,12 +249,23 @@ def arrays(reference) -> dict:
     stacks = {}
     for name, tensor in state.items():
         array = tensor.float().numpy()
-        if config.model_type == "gemma3_text" and name.endswith("norm.weight"):
+        shifted = config.model_type in ("gemma3_text", "qwen3_5_text") and "linear_attn" not in name
+        if shifted and name.endswith("norm.weight"):
             array = array + np.float32(1)
         if name in ENDS:
             found[ENDS[name]] = array
             continue
         _, _, layer, rest = name.split(".", 3)
+        if rest.startswith("linear_attn."):
+            array = tiled(rest.removeprefix("linear_attn."), array, config)
+        if rest.endswith(("conv.conv.weight", "conv1d.weight")):
+            array = array[:, 0]
+        if rest == "linear_attn.A_log":
+            found[f"blk.{layer}.ssm_a"] = -np.exp(array, dtype=np.float64).astype(np.float32)
+            continue
+        if rest == "linear_attn.dt_bias":
+            found[f"blk.{layer}.ssm_dt.bias"] = array
+            continue
         part, kind = rest.rsplit(".", 1)
         if part.startswith("mlp.experts.ffn_"):
             found[f"blk.{layer}.{part.removeprefix('mlp.experts.')}.{kind}"] = array
@@ -230,6 +297,22 @@ def apart(name, tensor) -> dict:
         return {f"{prefix}.ffn_down_exps.{kind}": tensor.contiguous()}
     gate, up = (tensor[:, i::2].contiguous() for i in (0, 1))
     return {f"{prefix}.ffn_gate_exps.{kind}": gate, f"{prefix}.ffn_up_exps.{kind}": up}
+
+
+def tiled(leaf: str, array, config):
+    """The value heads of Qwen3.5: the first of each key head, then the second of each, and so on."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    order = [head * (values // keys) + i for i in range(values // keys) for head in range(keys)]
+    wide = leaf.startswith(("in_proj_qkv", "in_proj_z", "conv1d", "out_proj"))
+    width = config.linear_value_head_dim if wide else 1
+    before = 2 * keys * config.linear_key_head_dim
+    first = before if leaf.startswith(("in_proj_qkv", "conv1d")) else 0
+    numbers = [first + head * width + i for head in order for i in range(width)]
+    if leaf.startswith("norm"):
+        return array
+    if leaf.startswith("out_proj"):
+        return np.ascontiguousarray(array[:, numbers])
+    return array[[*range(first), *numbers]]
 
 
 def permuted(array, heads: int):

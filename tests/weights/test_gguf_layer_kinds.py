@@ -1,5 +1,5 @@
-"""GGUF files of SmolLM3, OLMo 3, Gemma 3 and gpt-oss: read, written, compared with transformers and, where it is
-installed, with llama.cpp, and what is refused by name."""
+"""GGUF files of SmolLM3, OLMo 3, Gemma 3, gpt-oss, LFM2 and Qwen3.5: read, written, compared with transformers and,
+where it is installed, with llama.cpp, and what is refused by name."""
 
 import math
 from dataclasses import replace
@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 import gguf_files
 import nanokv
@@ -18,16 +19,33 @@ from nanokv.errors import ConfigError, NanoKVError
 from nanokv.export import export_gguf, unreadable_elsewhere
 from nanokv.fast import stored
 from nanokv.inference import score
-from oracle import LAYERED, build, gap, random_ids, reference_logits, tiny_config, tiny_reference
+from oracle import (
+    HYBRID,
+    LAYERED,
+    build,
+    gap,
+    random_ids,
+    reference_logits,
+    tiny_config,
+    tiny_reference,
+)
 from tiny_checkpoint import write_tokenizer
 from weights_loader import CheckpointError, names
 from weights_loader.gguf_file import read_gguf
+from weights_loader.gguf_forms import Exponential, Tiled
+from weights_loader.gguf_types import TYPES, types
 from weights_loader.gguf_writing import places
 from weights_loader.strict import read_object
 
 BASES = LAYERED["olmo3-G2"]["rope_parameters"]
 ONE_BASE = dict.fromkeys(BASES, BASES["full_attention"])
 SIZES = {"vocab_size": 320}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 SHAPES = {  # what llama.cpp computes: its patterns, one base for OLMo 3, scores over the root of D
     "smollm3": SIZES | LAYERED["smollm3-G2"],
     "olmo3": SIZES | LAYERED["olmo3-G2"] | {"rope_parameters": ONE_BASE, "head_dim": 16},
@@ -35,14 +53,27 @@ SHAPES = {  # what llama.cpp computes: its patterns, one base for OLMo 3, scores
     "gemma3": SIZES | LAYERED["gemma3-G2"],
     "gptoss": SIZES | LAYERED["gptoss-G2"],
     "gemma3-all": SIZES | LAYERED["gemma3-G4-scaled"] | {"query_pre_attn_scalar": 32},
+    "lfm2": SIZES | HYBRID["lfm2-G2"] | {"head_dim": 16},
+    "lfm2-untied": SIZES
+    | HYBRID["lfm2-G4-bias"]
+    | {"head_dim": 16, "conv_bias": False, "rope_parameters": YARN},
+    "qwen35": SIZES | HYBRID["qwen35-G2"] | {"linear_value_head_dim": 16},
+    "qwen35-own": SIZES
+    | HYBRID["qwen35-G4-own"]
+    | {
+        "attention_bias": False,
+        "rope_parameters": YARN | {"partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]},
+    },
 }
-CONVERTED = [
-    "smollm3",
-    "olmo3",
-    "olmo3-yarn",
-    "gemma3",
-    "gptoss",
-]  # the other has a pattern of its own
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+CONVERTED = [name for name in SHAPES if name != "gemma3-all"]  # it has a pattern of its own
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +114,9 @@ def test_config_and_weights_come_back(name, tmp_path):
     assert again.config == model.config
     state = again.state_dict()
     assert state.keys() == model.state_dict().keys()
-    for key, tensor in model.state_dict().items():  # 1 + w of a norm is rounded to fp32
-        assert gap(state[key], tensor) <= (1.2e-7 if name.startswith("gemma") else 0), key
+    rounded = ("norm.weight", "A_log") if name.startswith(("gemma", "qwen35")) else ()
+    for key, tensor in model.state_dict().items():  # 1 + w and −exp(A_log) are rounded to fp32
+        assert gap(state[key], tensor) <= (1.2e-7 if key.endswith(rounded) else 0), key
     ids = random_ids(1, 2, 40, 320)
     assert gap(score(again, ids), reference_logits(reference, ids)) <= 3e-5
 
@@ -172,6 +204,21 @@ def test_a_bf16_norm_comes_back_to_the_bit(tmp_path):
         ("gptoss", "gpt-oss.expert_used_count", 7, "num_experts_per_tok 7 is more"),
         ("gptoss", "gpt-oss.expert_weights_scale", 2.5, "expert_weights_scale"),
         ("gptoss", "gpt-oss.rope.scaling.type", "linear", "linear"),
+        ("lfm2", "lfm2.shortconv.l_cache", None, "l_cache is"),
+        ("lfm2", "lfm2.attention.head_count_kv", [0, 0, 2, 0, 1], "one number was expected"),
+        ("lfm2", "lfm2.attention.head_count_kv", [0, 0, 2, 0], "layer_types has 4"),
+        ("lfm2", "lfm2.attention.head_count_kv", [0] * 5, "one number was expected"),
+        ("lfm2", "lfm2.attention.sliding_window", 7, "sliding_window"),
+        ("lfm2", "lfm2.expert_count", 8, "mixture of experts"),
+        ("qwen35", "qwen35.ssm.group_count", "x", 'group_count is "x"'),
+        ("qwen35", "qwen35.ssm.inner_size", 65, "no multiple of ssm.time_step_rank 4"),
+        ("qwen35", "qwen35.ssm.time_step_rank", 16, "shape"),
+        ("qwen35", "qwen35.full_attention_interval", 0, "full_attention_interval is"),
+        ("qwen35", "qwen35.full_attention_interval", 3, "does not ask for"),
+        ("qwen35", "qwen35.attention.recurrent_layers", [True], "layer_types has 1"),
+        ("qwen35", "qwen35.rope.dimension_count", None, "dimension_count is"),
+        ("qwen35", "qwen35.rope.dimension_count", 64, "heads have 32"),
+        ("qwen35", "qwen35.nextn_predict_layers", 1, "nextn_predict_layers"),
     ],
 )
 def test_keys_that_change_the_maths_are_refused_by_name(name, key, value, words, tmp_path):
@@ -201,6 +248,9 @@ def test_a_gemma_without_a_window_sees_all_positions(tmp_path):
             | {"rope_parameters": SHAPES["gptoss"]["rope_parameters"] | {"truncate": True}},
             "truncate true",
         ),
+        (HYBRID["lfm2-G4-bias"], "conv_bias"),
+        (HYBRID["qwen35-G4-own"], "attention_bias"),
+        (HYBRID["lfm2-G2"] | {"rope_parameters": LLAMA3}, "rope_type"),
     ],
 )
 def test_what_a_file_has_no_key_for_is_refused(shape, words, tmp_path):
@@ -333,6 +383,46 @@ def test_no_kernel_computes_their_blocks(tmp_path):
         nanokv.load(path, dtype=torch.float32, read=stored.read)
 
 
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-untied"])
+def test_transformers_reads_the_same_tensors_of_lfm2(name, tmp_path):
+    """By its GGUF reader. It has no table for Qwen3.5."""
+    reference, path = written(SHAPES[name], tmp_path)
+    parsed = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)
+    state = reference.state_dict()
+    if reference.config.tie_word_embeddings:
+        state.pop("lm_head.weight")
+    assert state.keys() <= parsed["tensors"].keys()
+    assert all(torch.equal(parsed["tensors"][key], tensor) for key, tensor in state.items())
+    layers = [i for i, kind in enumerate(reference.config.layer_types) if kind == "full_attention"]
+    assert parsed["config"]["full_attn_idxs"] == layers
+    assert parsed["config"]["conv_L_cache"] == reference.config.conv_L_cache
+
+
+@pytest.mark.parametrize("type_name", ["bf16", "f16", "q8_0", "q4_k_m"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen35"])
+def test_values_of_each_type_are_those_that_the_gguf_package_reads(name, type_name, tmp_path):
+    """A second file, of the numbers that came back, holds the numbers of the first."""
+    reference = tiny_reference(**SHAPES[name])
+    reference.save_pretrained(tmp_path / "folder")
+    write_tokenizer(tmp_path / "folder")
+    fields = read_object(tmp_path / "folder" / "config.json")
+    first = tmp_path / "first.gguf"
+    export_gguf(tmp_path / "folder", fields, first, type_name, "")
+    model, _ = nanokv.load(first, dtype=torch.float32)
+    model.save(tmp_path / "again", nanokv.load(first)[1])
+    fields = read_object(tmp_path / "again" / "config.json")
+    export_gguf(tmp_path / "again", fields, tmp_path / "again.gguf", "f32", "")
+    ours = {tensor.name: tensor for tensor in gguf.GGUFReader(str(tmp_path / "again.gguf")).tensors}
+    types = set()
+    for tensor in gguf.GGUFReader(str(first)).tensors:
+        types.add(tensor.tensor_type.name)
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        assert np.allclose(ours[tensor.name].data, numbers, rtol=2e-7, atol=2e-7), tensor.name
+        if "conv1d" in tensor.name or "shortconv.conv" in tensor.name:
+            assert tensor.tensor_type.name == "F32"
+    assert len(types) > 1
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -341,7 +431,7 @@ def test_no_kernel_computes_their_blocks(tmp_path):
         ({"tie_word_embeddings": True}, "not tied"),
     ],
 )
-def test_a_file_that_llama_cpp_refuses_is_named(changes, words):
+def test_a_file_of_olmo_that_llama_cpp_refuses_is_named(changes, words):
     """OLMo 3: llama.cpp's olmo2 has heads of C / H dimensions and a head of its own."""
     fields = tiny_config(**SHAPES["olmo3"]).to_dict() | changes
     found = unreadable_elsewhere(Config.from_dict(fields))
@@ -354,3 +444,53 @@ def test_a_tied_gpt_oss_is_named_too():
     assert "gpt-oss has a head that is not tied" in unreadable_elsewhere(
         replace(config, tie_word_embeddings=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("lfm2-G2", "64 dimensions together, here 128"), ("qwen35-G2", "linear_key_head_dim 16")],
+)
+def test_sizes_of_heads_that_llama_cpp_has_not_are_named(name, words):
+    config = Config.from_dict(tiny_config(**HYBRID[name]).to_dict())
+    assert words in unreadable_elsewhere(config)
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [([2, 5, 8, 10, 12, 14], {8, 14}), (range(16), {0, 1, 4, 7, 10, 13, 14, 15})],
+)
+def test_q4_k_m_has_more_bits_for_the_values_of_the_layers_that_llama_cpp_chooses(
+    attention, expected
+):
+    """What its llama_model_quantize chose for LFM2 of 16 layers, which has values in six, and for Qwen3.5."""
+    names = {
+        f"blk.{i}.{'attn_qkv' if len(attention) == 16 and (i + 1) % 4 else 'attn_v'}.weight": i
+        for i in attention
+    }
+    found = types(TYPES["q4_k_m"], dict.fromkeys(names, (256, 256)), 16)
+    assert {i for name, i in names.items() if found[name] == "Q6_K"} == expected
+
+
+@pytest.mark.parametrize("order", [Tiled(2, 6), Tiled(3, 6, 4, first=5), Tiled(2, 4, 3, dim=1)])
+def test_value_heads_change_places_and_come_back(order):
+    """Row h of the model is row (h mod (H/Hk))·Hk + h // (H/Hk) of the file, by arithmetic."""
+    shape = [7, 7]
+    shape[order.dim] = order.first + order.H * order.width
+    x = torch.arange(shape[0] * shape[1]).view(shape).float()
+    y = order.stored(x)
+    each = order.H // order.Hk
+    for head in range(order.H):
+        there = head % each * order.Hk + head // each
+        place = [order.first + place * order.width for place in (head, there)]
+        theirs, ours = (
+            values.narrow(order.dim, at, order.width)
+            for values, at in zip((x, y), place, strict=True)
+        )
+        assert torch.equal(theirs, ours)
+    assert torch.equal(y.narrow(order.dim, 0, order.first), x.narrow(order.dim, 0, order.first))
+    assert torch.equal(order.read(y, ""), x)
+
+
+def test_a_decay_that_grows_is_refused():
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ssm_a.*0\.5"):
+        Exponential().read(torch.tensor([-1.0, 0.5]), "blk.0.ssm_a")
