@@ -139,7 +139,8 @@ def delta_keys(q: Tensor, k: Tensor, H: int) -> Pair:
     """
     both = torch.stack((q, k)).float()  # (2,B,Hk,T,Dk)
     both = both * torch.rsqrt(both.pow(2).sum(-1, keepdim=True) + 1e-6)
-    q, k = both.repeat_interleave(H // k.shape[1], 2)  # (B,H,T,Dk) ×2
+    # One by one: a cache keeps k, and views of one tensor would keep q with it.
+    q, k = (x.repeat_interleave(H // k.shape[1], 1) for x in both)  # (B,H,T,Dk) ×2
     return q / q.shape[-1] ** 0.5, k
 
 
@@ -251,7 +252,8 @@ class GatedDeltaNet(nn.Module):
             g, beta = (x * real[..., None] for x in (g, beta))
         if S is None:
             S = q.new_zeros(B, H, Dk, Dv)
-        v, g, beta = v.float(), g.mT, beta.mT  # g and beta (B,H,T)
+        v = v.to(torch.float32, copy=True)  # the cache keeps it: not as a view of y
+        g, beta = g.mT, beta.mT  # (B,H,T) ×2
         rule = self.one_token if T == 1 else gated_delta_chunks
         y, S = rule(q, k, v, g, beta, S)  # (B,H,T,Dv)
         written = Written(T, window, k, v, g, beta)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanokv.cache.base import KVCache, LayerCache
-from nanokv.cache.capabilities import Index, Made, Sizes, causal, causal_keys
+from nanokv.cache.capabilities import Index, Made, Sizes, causal, causal_keys, common_length
 from nanokv.cache.checks import check_append, check_index
 from nanokv.config import Config
 from nanokv.errors import CacheError, UnsupportedError
@@ -48,11 +48,10 @@ class BatchLayer(LayerCache):
             keys, values = zip(*pairs, strict=True)
             return _pad_left(keys, longest), _pad_left(values, longest)  # (B,Hk,S,D) ×2
 
-    def read(self, T: int) -> tuple[Tensor | None, Tensor | None, None]:
+    def read(self, T: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The states of all rows, for a recurrent layer (recurrent.State)."""
-        reads = [row.read(T)[:2] for row in self.parts]
-        conv, S = zip(*reads, strict=True)
-        return _stacked(conv), _stacked(S), None
+        conv, S, real = zip(*[row.read(T) for row in self.parts], strict=True)
+        return _stacked(conv), _stacked(S), _all_real(real, T)
 
     def keep(self, written: Any, S: Tensor | None) -> None:
         """Each row keeps its part of the state."""
@@ -60,15 +59,28 @@ class BatchLayer(LayerCache):
             own = slice(b, b + 1)
             row.keep(written.rows(own), None if S is None else S[own])
 
+    def _pad(self, pads: Tensor) -> None:
+        for b, row in enumerate(self.parts):
+            row._pad(pads[b : b + 1])
+
+    def _keep_snapshot(self) -> None:
+        for row in self.parts:
+            row._keep_snapshot()
+
+    def _nearest(self, n: int) -> int:
+        return common_length(self.parts, n)
+
     @property
     def sizes(self) -> Sizes:
         rows = [row.sizes for row in self.parts]
+        common = set(rows[0].snapshots).intersection(*(row.snapshots for row in rows))
         limits = [row.max_rollback for row in rows if row.max_rollback is not None]
         return Sizes(
             batch_size=len(rows),
             held=max(row.held for row in rows),
             used_nbytes=sum(row.used_nbytes for row in rows),
             max_rollback=min(limits, default=None),
+            snapshots=tuple(sorted(common)),
         )
 
     def _check_truncate(self, n: int):
@@ -160,6 +172,22 @@ class BatchCache(KVCache):
 
         If one row cannot go back so far, no row is truncated.
         """
+        lengths = self._row_lengths(n)
+        for row, length in zip(self.rows, lengths, strict=True):
+            for layer in row:
+                layer._check_truncate(length)
+        for row, length in zip(self.rows, lengths, strict=True):
+            row.truncate(length)
+
+    def nearest(self, n: int) -> Any:
+        """One length for all rows, or for one n per row the nearest of each."""
+        if isinstance(n, int):
+            return super().nearest(n)
+        lengths = self._row_lengths(n)
+        return one_or_each([row.nearest(m) for row, m in zip(self.rows, lengths, strict=True)])
+
+    def _row_lengths(self, n: Any) -> list[int]:
+        """The length of each row that `n` asks for; CacheError if they are none."""
         if isinstance(n, Tensor | list | tuple):
             lengths = torch.as_tensor(n).tolist()
         else:
@@ -170,11 +198,7 @@ class BatchCache(KVCache):
                 f"truncate({n!r}): a number of tokens ≥ 0 for each of {len(self.rows)} rows "
                 "was expected"
             )
-        for row, length in zip(self.rows, lengths, strict=True):
-            for layer in row:
-                layer._check_truncate(length)
-        for row, length in zip(self.rows, lengths, strict=True):
-            row.truncate(length)
+        return lengths
 
     def fork(self) -> "BatchCache":
         return type(self)([row.fork() for row in self.rows], self.config)._made_like(self)
@@ -248,6 +272,14 @@ def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
     if like is None:
         return None
     return torch.cat([like.new_zeros(like.shape) if x is None else x for x in tensors])
+
+
+def _all_real(real: Sequence[Tensor | None], T: int) -> Tensor | None:
+    """(1,T) each → (B,T) bool; a row without padding has None. None if no row has any."""
+    if all(row is None for row in real):
+        return None
+    whole = torch.ones(1, T, dtype=torch.bool)
+    return torch.cat([whole if row is None else row for row in real])
 
 
 def _pad_left(tensors, longest: int):

@@ -180,6 +180,14 @@ def has_pages(cache: Any) -> bool:
     return callable(getattr(type(cache), "pages", None)) and len(cache) > 0
 
 
+def common_length(layers: Sequence["LayerCapabilities"], n: int) -> int:
+    """The largest length ≤ n that all of these layers can go back to; n itself without layers."""
+    found = n
+    while (reached := min((layer._nearest(found) for layer in layers), default=n)) < found:
+        found = reached
+    return found
+
+
 class LayerCapabilities:
     """What one layer may offer."""
 
@@ -318,10 +326,7 @@ class CacheCapabilities(list[Layer], Generic[Layer]):
     def nearest(self, n: int) -> int:
         """The largest length ≤ n that truncate can go back to; the tokens from there to n must be
         prefilled again. n itself, if the cache has keys and values of all positions."""
-        found = n
-        while (reached := min(layer._nearest(found) for layer in self)) < found:
-            found = reached
-        return found
+        return common_length(self, n)
 
     def pages(self, like: torch.Tensor) -> list[Pages] | None:
         """`pages` of every layer, for a kernel that runs all layers in one call.

@@ -44,7 +44,7 @@ def refuse_states(config: Config, name: str) -> None:
     """UnsupportedError if layers of the model have no keys and values, but this cache has."""
     if config.states:
         raise UnsupportedError(
-            f"a {name} cache has keys and values only, and {config.states} of "
+            f"{name!r} caches have keys and values only, and {config.states} of "
             f"{config.num_hidden_layers} layers of {config.family.title} have {config.state_name}",
             hint="growing, paged, prefix or quantized",
         )

@@ -89,6 +89,15 @@ class PaddedCache(KVCache):
 
     def truncate(self, n: int) -> None:
         """Back to an earlier `length` (B,), or to 0: empty, so the padding must be fed again."""
+        self.inner.truncate(self._column(n))
+
+    def nearest(self, n: Any) -> Any:
+        """The nearest `length` (B,) to an earlier one, or 0: empty."""
+        column = self.inner.nearest(self._column(n))
+        return column - self.pads if column else 0
+
+    def _column(self, n: Any) -> int:
+        """The column in which all rows of `length` n end."""
         if type(n) is int and n == 0:
             columns = torch.zeros_like(self.pads)  # (B,)
         else:
@@ -97,7 +106,7 @@ class PaddedCache(KVCache):
             raise UnsupportedError(
                 "the rows of a padded cache all end in the same column", hint="use the batch cache"
             )
-        self.inner.truncate(int(columns[0]))
+        return int(columns[0])
 
     def fork(self) -> "PaddedCache":
         return PaddedCache(self.inner.fork(), self.pads)

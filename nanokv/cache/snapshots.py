@@ -19,8 +19,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 from nanokv.cache.options import SPARE
 from nanokv.cache.state import Mark, StateLayer
 
@@ -119,7 +117,7 @@ class Snapshots(NoSnapshots):
             self.marks.move_to_end(page)
             return
         marks = [state.mark_at(length) for state in states]
-        known = tuple(alone(mark) for mark in marks if mark is not None)
+        known = tuple(mark.alone() for mark in marks if mark is not None)
         if len(known) == len(marks):
             self.marks[page] = known
         while len(self.marks) > self.most:
@@ -141,14 +139,3 @@ class Snapshots(NoSnapshots):
     def bytes_each(self) -> int:  # type: ignore[override]  # read-only
         """Bytes of one snapshot; 0 before the first."""
         return self.nbytes // max(1, len(self.marks))
-
-
-def alone(mark: Mark) -> Mark:
-    """The mark without the memory of other rows, which views of a batch would keep."""
-    return Mark(mark.length, own(mark.conv), own(mark.S))
-
-
-def own(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone()

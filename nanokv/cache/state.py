@@ -40,6 +40,16 @@ class Mark:
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.conv, self.S) if tensor is not None]
 
+    def alone(self) -> "Mark":
+        """The mark without the memory of other rows, which views of a batch would keep."""
+        return Mark(self.length, own(self.conv), own(self.S))
+
+
+def own(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone()
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -139,7 +149,7 @@ class StateLayer(LayerCache):
         marks = old.marks
         since = (*old.written, written)
         if length - marks[-1].length >= SPARE:
-            marks = (*marks, now)
+            marks = (*marks, now.alone())
         if len(marks) > 2:  # the second mark is far enough back
             gone = marks[1].length - marks[0].length
             while gone > 0:
@@ -155,7 +165,7 @@ class StateLayer(LayerCache):
             return []
         lengths = range(old.length // every * every + every, now.length + 1, every)
         return [
-            now if length == now.length else after(written, length - old.length, old)
+            now.alone() if length == now.length else after(written, length - old.length, old)
             for length in lengths
         ]
 
@@ -163,7 +173,7 @@ class StateLayer(LayerCache):
         old = self.history
         others = tuple(mark for mark in old.snapshots if mark.length < self.length)
         if self.length:
-            kept = self.plan.chosen((*others, old.now))
+            kept = self.plan.chosen((*others, old.now.alone()))
             self.history = replace(old, snapshots=kept)
 
     @property

@@ -24,6 +24,7 @@ __all__ = [
     "forward_bytes",
     "full_layers",
     "held_states",
+    "keys_seen",
     "kv_bytes",
     "kv_bytes_per_token",
     "layer_parameters",

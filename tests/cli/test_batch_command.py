@@ -253,6 +253,10 @@ def test_a_line_that_can_never_fit_is_refused_with_numbers(cli):
 def test_other_caches_are_refused(cli):
     code, rows, err = cli("-", "--cache", "static", stdin=requests("x"))
     assert code == 2 and not rows and "--cache static" in err
+    code, rows, err = cli("-", "--cache", "prefix:snapshots=3", stdin=requests("x"))
+    assert code == 2 and not rows and "'prefix' has no option snapshots" in err
+    code, rows, err = cli("-", "--cache", "prefix:salt=a", stdin=requests("x"))
+    assert code == 2 and not rows and "leave salt= out" in err
 
 
 def test_missing_input_and_input_as_output(cli, tmp_path):

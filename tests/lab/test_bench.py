@@ -35,7 +35,7 @@ from nanokv.lab.bench.facts import Question
 from nanokv.lab.bench.rotation import Rotation
 from nanokv.lab.bench.runners import Ours, Runner, Transformers, Uncached
 from nanokv.support import installing
-from oracle import SHAPES, gap, pair, put, reference_logits
+from oracle import HYBRID, SHAPES, gap, pair, put, reference_logits
 from small_model import needs_kernels, small
 from weights_loader.gguf_writing import their_name
 from weights_loader.names import to_hugging_face
@@ -222,6 +222,14 @@ def test_all_runners_give_the_same_tokens():
     for _ in range(5):
         uncached.step()
     assert uncached.ids[0, 17:].tolist() == [token for (token,) in expected]
+
+
+@pytest.mark.parametrize("name", ["qwen35-G2", "lfm2-G2"])
+def test_transformers_answers_alike_on_a_model_with_states(name):
+    _, model = pair(seed=3, **HYBRID[name])
+    ids = torch.randint(151, (1, 17), generator=torch.Generator().manual_seed(2))
+    expected = greedy(Ours(model, "plain", "dict", {}, 1, torch.float32), ids)
+    assert greedy(Transformers(model, "dynamic", 1), ids) == expected
 
 
 def test_the_bench_prefills_in_the_chunks_of_every_command(monkeypatch):
@@ -870,6 +878,17 @@ def test_profile_tells_prefill_and_decode_apart():
     products = costs.prefill_flops(model.config, 60) - 2 * 3 * 4 * 32 * 60 * 61
     assert first.parts[0].work == f"{products / 1e9:,.1f} GFLOP"
     assert step.parts[2].work == f"{costs.kv_bytes_per_token(model.config, 4):,} B written"
+
+
+@pytest.mark.parametrize("name", ["qwen35-G2", "lfm2-G2"])
+def test_profile_of_a_model_with_states(name):
+    """Only layers with keys have scores; a state is kept in the time of the cache update."""
+    model = pair(**HYBRID[name])[1]
+    first, _ = profile.phases(model, "dict", {}, 30, 1000, torch.float32)
+    keyed = model.config.num_hidden_layers - model.config.states
+    assert first.parts[1].work == f"{2 * keyed * 4 * 32 * 30 * 31 / 1e9:,.1f} GFLOP"
+    assert all(part.floor >= 0 for part in first.parts)
+    assert first.parts[2].seconds > 0
 
 
 # --- guards: what made it fast stays ----------------------------------------------------------------------------------

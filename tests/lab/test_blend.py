@@ -9,12 +9,13 @@ import torch
 
 import nanokv
 from nanokv.config import Yarn
-from nanokv.errors import NanoKVError
+from nanokv.errors import NanoKVError, UnsupportedError
 from nanokv.inference import verify_draft
 from nanokv.lab.bench.blend import CUTS, FAULT, FULL, TURNED, rows, told
 from nanokv.lab.bench.facts import TELLS
 from nanokv.lab.study.blend import CHOICES, Joined, alone, join, moved
 from nanokv.lab.study.quality import relative_error
+from oracle import HYBRID, pair
 from real_model import smollm2
 from small_model import small
 
@@ -196,3 +197,12 @@ def test_a_model_of_one_layer_is_refused(bundled):
     model = type(small()[0])(config)
     with pytest.raises(NanoKVError, match="a model with 1 layer"):
         next(rows(model, bundled[1], 0.15, 1))
+
+
+def test_a_model_with_states_is_refused():
+    """Its layers have no keys that could be turned."""
+    model = pair(**HYBRID["lfm2-G2"])[1]
+    with pytest.raises(UnsupportedError, match="LFM2 has layers of its own"):
+        next(rows(model, None, 0.15, 1))
+    with pytest.raises(UnsupportedError, match="LFM2 has layers of its own"):
+        join(model, [[1, 2], [3, 4]])

@@ -510,3 +510,79 @@ def test_what_changes_the_maths_is_refused_by_name(wrong):
         Config.from_dict(fields | changes)
     with pytest.raises(ConfigError, match="partial_rotary_factor"):
         Config.from_dict(tiny_config("llama").to_dict() | {"partial_rotary_factor": 0.5})
+
+
+def storages(layers) -> int:
+    """Bytes of memory that states keep alive: a view keeps the whole tensor behind it."""
+    kept = {}
+    for layer in layers:
+        old = layer.history
+        marks = (old.now, *old.marks, *old.snapshots)
+        tensors = [x for mark in marks for x in mark.tensors()]
+        tensors += [x for each in old.written for x in each.tensors().values()]
+        kept |= {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("T", [60, 300])
+def test_a_state_keeps_no_other_memory_alive(models, T):
+    """Neither the queries beside the keys, nor the rest of a long prompt."""
+    _, ours = models
+    cache = make_cache("dict", ours.config)
+    prefill(ours, random_ids(70, 1, T), cache)
+    decode(ours, random_ids(71, 1, 1), cache, T)
+    states = [layer for layer in cache if isinstance(layer, StateLayer)]
+    assert storages(states) == sum(layer.nbytes for layer in states)
+
+
+def test_rows_of_a_batch_keep_their_own_marks(models):
+    """A row's newest state is a view of the batch's. A mark that stayed one would keep all rows' states."""
+    _, ours = models
+    rows = [make_cache("dict", ours.config) for _ in range(4)]
+    for b, row in enumerate(rows):
+        prefill(ours, random_ids(b, 1, 5 + 8 * b), row)
+    cache = BatchCache(rows, ours.config)
+    for step in range(70):
+        if step == 20:
+            cache.snapshot()
+        decode(ours, random_ids(step, 4, 1), cache, cache.length)
+    for row in rows:
+        for layer in row:
+            if isinstance(layer, StateLayer):
+                old = layer.history
+                assert len(old.marks) > 1 and old.snapshots
+                tensors = [x for m in (*old.marks, *old.snapshots) for x in m.tensors()]
+                assert all(x.untyped_storage().nbytes() == x.nbytes for x in tensors)
+
+
+def test_rows_of_a_batch_keep_snapshots(models):
+    """`snapshot` and `nearest` of a batch are those of its rows."""
+    _, ours = models
+    ids, others = random_ids(80, 2, 100), random_ids(81, 2, 130)
+    rows = [make_cache("dict", ours.config) for _ in range(2)]
+    prefill(ours, ids[:1], rows[0])
+    prefill(ours, ids[1:, :90], rows[1])
+    cache = BatchCache(rows, ours.config)
+    cache.snapshot()
+    verify_draft(ours, others, cache, cache.length)
+    assert cache.nearest([110, 95]).tolist() == [100, 90]
+    assert cache.nearest(95) == 0  # no length that both have
+    cache.truncate(cache.nearest([110, 95]))
+    assert cache.length.tolist() == [100, 90]
+
+
+@pytest.mark.parametrize("kind", ["dict", "batch"])
+def test_padded_rows_of_any_cache_are_the_rows_alone(models, kind):
+    """Also in a batch whose rows are caches of their own, and back to a snapshot."""
+    reference, ours = models
+    ids, others = random_ids(82, 2, 80), random_ids(83, 2, 130)
+    cache = PaddedCache(make_cache(kind, ours.config, batch_size=2), [0, 9])
+    prefill(ours, ids, cache, cache.length)
+    cache.snapshot()
+    verify_draft(ours, others, cache, cache.length)
+    assert cache.nearest([100, 91]).tolist() == [80, 71]
+    assert cache.nearest(torch.tensor([70, 61])) == 0
+    cache.truncate(cache.nearest([100, 91]))
+    got = verify_draft(ours, others[:, :5], cache, cache.length)
+    whole = torch.cat((ids[1:, 9:], others[1:, :5]), 1)
+    assert gap(got[1:], reference_logits(reference, whole)[:, -5:]) <= ALLOWED

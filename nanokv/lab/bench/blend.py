@@ -23,7 +23,7 @@ from nanokv.lab.bench.facts import (
     exchange,
     question,
 )
-from nanokv.lab.study.blend import CHECKED, CHOICES, Joined, alone, join
+from nanokv.lab.study.blend import CHECKED, CHOICES, Joined, alone, check_blocks, join
 from nanokv.lab.study.quality import relative_error
 from nanokv.model import Transformer
 from nanokv.text.tokenizer import Tokenizer
@@ -95,7 +95,8 @@ class Row:
 
 
 def rows(model: Transformer, tokenizer: Tokenizer, share: float, talks: int) -> Iterator[Row]:
-    """Every cut and way. NanoKVError for a model of one layer."""
+    """Every cut and way. NanoKVError for a model of one layer, or with layers of its own."""
+    check_blocks(model.config)
     layers = len(model.layers)
     if layers <= CHECKED:
         raise NanoKVError(

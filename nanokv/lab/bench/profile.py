@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanokv import costs
 from nanokv.cache import KVCache, LayerCache, make_cache
 from nanokv.cache.capabilities import in_place
+from nanokv.cache.state import StateLayer
 from nanokv.checkpoint import Model
 from nanokv.config import Config
 from nanokv.fast import native
@@ -97,8 +98,8 @@ def phases(
 
 def prefill_floors(config: Config, context: int, kv: int, limits: "Limits") -> Floors:
     """The products at the machine's peak, the writes of the cache at its bandwidth."""
-    heads = config.num_hidden_layers * config.num_attention_heads
-    scores = 2 * heads * config.head_dim * context * (context + 1)  # FLOPs of attention, causal
+    pairs = sum(costs.keys_seen(context, 0, window) for window in config.windows)
+    scores = 4 * config.num_attention_heads * config.head_dim * pairs  # FLOPs of attention, causal
     products = costs.prefill_flops(config, context) - scores
     written = context * kv
     return {
@@ -233,8 +234,8 @@ def watched(cache: KVCache) -> Iterator[list[float]]:
 
 
 class Watched(LayerCache):
-    """A cache layer whose `append` and `pages` are timed. It may offer the layer's pages, because
-    its `append` does the same as the layer's."""
+    """A cache layer whose `append` and `pages` are timed, or `read` and `keep` of a state. It may
+    offer the layer's pages, because its `append` does the same as the layer's."""
 
     def __init__(self, layer: LayerCache, timed: Callable[[Callable], Callable]) -> None:
         self.layer = layer
@@ -244,6 +245,10 @@ class Watched(LayerCache):
         self.mask = layer.mask  # type: ignore[method-assign]  # the layer's own, untimed
         self.truncate = layer.truncate  # type: ignore[method-assign]  # the layer's own, untimed
         self.fetch = getattr(layer, "fetch", None)
+        self._windowed = layer._windowed
+        if isinstance(layer, StateLayer):
+            self.read = timed(layer.read)
+            self.keep = timed(layer.keep)
 
     @in_place(lambda self, like: self.timed_pages(like))
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from nanokv.inference import decode, prefill_chunk, prefill_chunks
 from nanokv.lab.bench.machine import now
 from nanokv.model import MixtureOfExperts, Transformer
 from nanokv.support import installing
+from weights_loader.names import to_hugging_face
 
 
 @dataclass
@@ -176,7 +177,8 @@ class Transformers(Runner):
         with torch.device("meta"):
             self.model = transformers.AutoModelForCausalLM.from_config(config)
         names = {name: p for name, p in model.state_dict().items() if name != "lm_head.weight"}
-        state = {f"model.{name}": tensor for name, tensor in names.items()}
+        kind = model.config.model_type
+        state = {to_hugging_face(name, kind): tensor for name, tensor in names.items()}
         self.model.load_state_dict(state | {"lm_head.weight": model.lm_head.weight}, assign=True)
         self.device = own.device
         rotary = type(self.model.model.rotary_emb)
@@ -194,7 +196,7 @@ class Transformers(Runner):
         import transformers
 
         if self.cache == "dynamic":
-            self.store: transformers.Cache = transformers.DynamicCache()
+            self.store: transformers.Cache = transformers.DynamicCache(config=self.model.config)
         else:
             length = ids.shape[1] + room
             self.store = transformers.StaticCache(self.model.config, max_cache_len=length)

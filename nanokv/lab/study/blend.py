@@ -28,6 +28,7 @@ from nanokv.cache import KVCache, make_cache
 from nanokv.cache.base import LayerCache
 from nanokv.cache.dict_cache import DictCache
 from nanokv.config import Config
+from nanokv.errors import UnsupportedError
 from nanokv.inference import prefill
 from nanokv.model import Transformer
 from nanokv.rope import apply_rope, rope_angles, rope_frequencies, turned
@@ -63,7 +64,9 @@ def plain(cache: KVCache) -> list[DictCache]:
 
 def join(model: Transformer, parts: Sequence[Sequence[int]], rotate: bool = True) -> Joined:
     """Parts that were read alone, one behind the other. Without `rotate` their keys keep the
-    positions at which they were read: the fault."""
+    positions at which they were read: the fault. UnsupportedError for a family with layers of its
+    own."""
+    check_blocks(model.config)
     cache = make_cache("dict", model.config)
     starts: list[int] = []
     start = 0
@@ -77,6 +80,16 @@ def join(model: Transformer, parts: Sequence[Sequence[int]], rotate: bool = True
         start += len(part)
     ids = torch.tensor([[token for part in parts for token in part]])  # (1,S)
     return Joined(ids, starts, cache)
+
+
+def check_blocks(config: Config) -> None:
+    """UnsupportedError for a family whose layers do not all keep keys that RoPE has turned."""
+    if config.family.own_parts:
+        raise UnsupportedError(
+            f"caches are joined by turning the keys of every layer, and {config.family.title} has "
+            "layers of its own: windows, states or keys without RoPE",
+            hint="a model of plain blocks, such as Qwen3, Qwen2 or Llama 3",
+        )
 
 
 def moved(config: Config, key: Tensor, by: int) -> Tensor:

@@ -74,12 +74,14 @@ def pool_options(args: Namespace, steps: dict[str, int] | None = None) -> PoolOp
 def sized(cache: CacheOptions, command: str) -> CacheOptions:
     """Check --cache, which makes the pool: prefix:page=P:pages=N:index=radix. NanoKVError for other
     caches."""
-    if cache.name != "prefix" or set(cache.options) - {"page", "pages", "index"}:
+    if cache.name != "prefix":
         raise NanoKVError(
             f"--cache {cache.name} with {command}",
             f"{command} runs on a page pool: --cache prefix:page=16:pages=256",
         )
     check_options("prefix", cache.options)
+    if "salt" in cache.options:
+        raise NanoKVError(f"--cache prefix:salt=… with {command}", "leave salt= out")
     return replace(cache, options={"page": PAGE} | cache.options)
 
 
