@@ -10,9 +10,10 @@ each `every` tokens. `truncate` goes back to one of them and nowhere between; th
 it are prefilled again. A layer keeps the first snapshot and the newest others.
 
 Bytes per row: S and conv of the newest token, of both marks and of each snapshot, and what up to
-2·SPARE tokens have written. In Qwen3.5 in bf16, 64 tokens of a layer have written 1.5 times its
-state, and a snapshot of all layers takes as much as keys and values of 1,572 tokens. A layer with a
-short convolution alone (LFM2) has no S: its state is the last K−1 inputs.
+2·SPARE tokens have written. In Qwen3.5 in bf16, 64 tokens of a layer that come at once have written
+1.5 times its state, and 3 times if they come one by one, each with K inputs of the convolution. A
+snapshot of all layers takes as much as keys and values of 1,572 tokens. A layer with a short
+convolution alone (LFM2) has no S: its state is the last K−1 inputs.
 """
 
 from collections.abc import Sequence
