@@ -205,11 +205,12 @@ course.figure("17.hybrid", 100 * rows["hybrid"]["recall"]["16"])
 course.figure("17.full", 100 * rows["attention"]["recall"]["16"])
 fig, axis = course.subplots(width=8.5)
 for i, (name, row) in enumerate(rows.items()):
-    line = "--" if "window" in name else "-"
-    axis.plot(pairs, [100 * x for x in row["recall"].values()], "o" + line, label=name,
+    line = "o--" if "window" in name else "s-" if name == "hybrid" else "o-"
+    axis.plot(pairs, [100 * x for x in row["recall"].values()], line, label=name,
               color=course.COLORS[i % len(course.COLORS)])
 axis.set(xscale="log", xlabel="pairs that were told", ylabel="percent recalled",
          title="a state is full at some number of facts")
+axis.minorticks_off()
 axis.set_xticks(pairs, pairs)
 axis.legend(ncols=2, fontsize=8)
 course.show(fig, alt="Percent recalled by pairs. " + " ".join(
