@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import nanokv
+from nanokv.support import neighbours
 
 FOLDER = str(Path(nanokv.__file__).parent)
 OUTSIDE: list = []  # modes that are never left: to free one would bring the mode before it back
@@ -110,14 +111,17 @@ def some(count: int, seed: int = 0):
 def survives(scenario, choose=first_and_last, error=KeyboardInterrupt):
     """Raise at all points that `choose` takes; all failures are named together.
 
-    On one thread: the models are tiny, and waiting for a second one takes longer than the work.
+    On one thread: the models are tiny, and waiting for a second one takes longer than the work. Without the watch that
+    another test may have started: which lines run would depend on how busy the machine is.
     """
-    threads = torch.get_num_threads()
+    threads, watch = torch.get_num_threads(), neighbours.WATCH
     torch.set_num_threads(1)
+    neighbours.forget()
     try:
         strike_all(scenario, choose, error)
     finally:
         torch.set_num_threads(threads)
+        neighbours.WATCH = watch
         leave_inference_mode()
 
 
