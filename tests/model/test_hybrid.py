@@ -68,7 +68,7 @@ def test_chunks_and_steps(models, chunks, kind):
     assert gap(all_logits(ours, ids, cache, chunks), reference_logits(reference, ids)) <= ALLOWED
 
 
-@pytest.mark.parametrize("chunks", [(9,), (1,), (30, 1, 1), (64,)])
+@pytest.mark.parametrize("chunks", [(9,), (1,), (30, 1, 1), (64,), (150,), (120, 30)])
 @pytest.mark.parametrize("back", [1, 7, 40, SPARE])
 def test_tokens_that_are_taken_back(models, chunks, back):
     """The state after fewer tokens is that of a fresh run; the cache never asks the model."""
