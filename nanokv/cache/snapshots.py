@@ -82,7 +82,7 @@ class Snapshots(NoSnapshots):
         self.every = max(page_size, every // page_size * page_size)
         self.most = most
         self.marks: OrderedDict[int, Marks] = OrderedDict()
-        self.hits = 0  # how often one was resumed
+        self.hits = 0  # requests that resumed at one; the scheduler counts
 
     def __len__(self) -> int:
         return len(self.marks)
@@ -97,7 +97,6 @@ class Snapshots(NoSnapshots):
         for state, mark in zip(states, self.marks[pages[-1]], strict=True):
             state.resume(mark)
         self.marks.move_to_end(pages[-1])
-        self.hits += 1
 
     def chunk(self, start: int, end: int, stops: Stops) -> int:
         if end - start <= SPARE:

@@ -159,6 +159,8 @@ class Scheduler:
     def count_reused(self, request: Request, tokens: int) -> None:
         """Count tokens found in the index; a preempted request counts only in the engine's sum."""
         self.metrics.reused_tokens += tokens
+        # A request may look several times before it is fed: only a find that is new counts.
+        self.pool.snapshots.hits += bool(tokens and self.pool.snapshots.most)
         if request.preemptions == 0:
             request.reused_tokens += tokens
 

@@ -92,6 +92,14 @@ def test_random_traffic_is_answered_as_if_alone(model, index, page, every):
     check_pool(engine)
 
 
+def test_a_resumed_request_counts_once(one):
+    engine = Engine(one, pages=64, page_size=4)
+    for expected in (0, 1, 2):
+        request = submit(engine, ids_of(1, 30), 3)
+        engine.run()
+        assert (engine.pool.snapshots.hits, bool(request.reused_tokens)) == (expected, expected > 0)
+
+
 def test_a_preempted_request_resumes_at_its_last_full_page(one):
     engine = Engine(one, pages=12, page_size=4, snapshot_every=8)
     requests = [submit(engine, ids_of(seed, 12), 20) for seed in (1, 2)]
