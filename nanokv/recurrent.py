@@ -237,6 +237,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(Dv, eps)
         self.out_proj = nn.Linear(H * Dv, C, bias=False)
         self.one_token = gated_delta_steps  # a fast model has a kernel here
+        self.more_tokens = gated_delta_chunks  # training in bf16 keeps this one in fp32
 
     def forward(self, x: Tensor, state: State) -> Tensor:
         B, T, _ = x.shape
@@ -254,7 +255,7 @@ class GatedDeltaNet(nn.Module):
             S = q.new_zeros(B, H, Dk, Dv)
         v = v.to(torch.float32, copy=True)  # the cache keeps it: not as a view of y
         g, beta = g.mT, beta.mT  # (B,H,T) ×2
-        rule = self.one_token if T == 1 else gated_delta_chunks
+        rule = self.one_token if T == 1 else self.more_tokens
         y, S = rule(q, k, v, g, beta, S)  # (B,H,T,Dv)
         written = Written(T, window, k, v, g, beta)
         state.keep(written, S)

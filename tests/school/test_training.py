@@ -30,6 +30,7 @@ from nanokv.apps.cli.common.options import OutputOptions
 from nanokv.attention import Causal
 from nanokv.config import Linear
 from nanokv.errors import NanoKVError
+from nanokv.recurrent import delta_keys, gated_delta_chunks
 from nanokv.school.training import corpus, data, run_folder, trainer
 from nanokv.school.training.run_folder import checkpoints
 from nanokv.school.training.trainer import Recipe, Trainer
@@ -1139,7 +1140,7 @@ def test_a_model_with_states_is_trained_and_reloaded(tmp_path):
     """Through gated_delta_chunks: every weight has a gradient, the loss falls, a checkpoint goes on to the bit."""
     recipe = Recipe(tokens_per_batch=256).scaled(40)
     run = Trainer(recipe, config=STATES, tokenizer=small_tokenizer())
-    assert not run.mixed and not run.compile(), "fp32 and eager, as documented"
+    assert not run.compile(), "eager, as documented"
     run.loss(*run.rows().batch(0)).backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in run.model.parameters())
     run.model.zero_grad(set_to_none=True)
@@ -1154,6 +1155,27 @@ def test_a_model_with_states_is_trained_and_reloaded(tmp_path):
     ids = torch.arange(2, 80)[None]
     ours = run.model.requires_grad_(False).bfloat16().float()
     assert model.config == STATES and torch.equal(nanokv.score(model, ids), nanokv.score(ours, ids))
+
+
+def test_the_delta_rule_of_a_training_step_stays_in_fp32():
+    """In a step with bf16 products, its y and S are those without autocast to the bit, in all layers with a state."""
+    run = Trainer(Recipe(tokens_per_batch=256), config=STATES, tokenizer=small_tokenizer())
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randn(2, 1, 2, 100, 8, generator=generator)
+    q, k = delta_keys(*raw, H=2)
+    v = torch.randn(1, 2, 100, 8, generator=generator)
+    g, beta = (
+        -torch.rand(1, 2, 100, generator=generator),
+        torch.rand(1, 2, 100, generator=generator),
+    )
+    given = q, k, v, g, beta, torch.zeros(1, 2, 8, 8)
+    exact = gated_delta_chunks(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = gated_delta_chunks(*given)
+        for layer in run.model.layers[:3]:
+            trained = layer.linear_attn.more_tokens(*given)
+            assert all(map(torch.equal, trained, exact))
+    assert not torch.equal(rounded[0].float(), exact[0]), "autocast rounds the rule of inference"
 
 
 def test_states_are_initialised_between_forgetting_and_keeping():

@@ -27,7 +27,7 @@ from nanokv.config import Config, Linear
 from nanokv.errors import NanoKVError
 from nanokv.layer_kinds import OnePlusNorm
 from nanokv.model import Transformer
-from nanokv.recurrent import GatedDeltaNet
+from nanokv.recurrent import GatedDeltaNet, gated_delta_chunks
 from nanokv.school.training.corpus import SECOND, THIRD
 from nanokv.school.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.school.training.run_folder import (
@@ -145,8 +145,10 @@ class Trainer:
         self.tokenizer = tokenizer or train_tokenizer(recipe.seed, config.vocab_size)
         self.model = initialise(Transformer(config)).to(device).train()
         self.cross_entropy = cross_entropy
-        # The delta rule adds up a state over the whole row, which takes products in fp32.
-        self.mixed = multiplies_bf16(device) and not config.states
+        self.mixed = multiplies_bf16(device)
+        for layer in self.model.modules():
+            if isinstance(layer, GatedDeltaNet):
+                layer.more_tokens = in_fp32
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = Causal()
         if torch.device(device).type == "cpu":
             self.attend = causal_in_blocks
@@ -373,6 +375,12 @@ def causal_in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # (B,H,N,D) each
     blocks = [block.unflatten(2, (H // Hk, -1)).flatten(1, 2) for block in mixed]
     return torch.cat(blocks, dim=2)
+
+
+def in_fp32(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """gated_delta_chunks, whose state adds up the rounding of a whole row, without autocast."""
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        return gated_delta_chunks(*tensors)
 
 
 def multiplies_bf16(device: str) -> bool:
