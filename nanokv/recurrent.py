@@ -24,6 +24,7 @@ Reference: modeling_qwen3_5.py and modeling_lfm2.py in transformers; equal to 3e
 names match Hugging Face's, so loading a checkpoint only strips a prefix.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -69,6 +70,20 @@ class Written(NamedTuple):
         """What the last n of the tokens have written; copies, so that the rest can be freed."""
         parts: dict[str, Any] = {name: x[:, :, self.T - n :] for name, x in self.tensors().items()}
         return self._replace(T=n, **{name: x.clone() for name, x in parts.items()})
+
+    @staticmethod
+    def joined(parts: Sequence["Written"]) -> "Written":
+        """What appends in turn have written, as if it were one; copies."""
+        first = parts[0]
+        before = first.window.shape[2] - first.T  # inputs that the append before has too
+        windows = [first.window, *(part.window[:, :, before:] for part in parts[1:])]
+        named: dict[str, Any] = {
+            name: torch.cat([part.tensors()[name] for part in parts], 2)
+            for name in first.tensors()
+            if name != "window"
+        }
+        T = sum(part.T for part in parts)
+        return Written(T, torch.cat(windows, 2), **named)
 
     def rows(self, index: Any) -> "Written":
         """Row b becomes row index[b]."""

@@ -10,8 +10,7 @@ each `every` tokens. `truncate` goes back to one of them and nowhere between; th
 it are prefilled again. A layer keeps the first snapshot and the newest others.
 
 Bytes per row: S and conv of the newest token, of both marks and of each snapshot, and what up to
-2·SPARE tokens have written. In Qwen3.5 in bf16, 64 tokens of a layer that come at once have written
-1.5 times its state, and 3 times if they come one by one, each with K inputs of the convolution. A
+2·SPARE tokens have written: in Qwen3.5 in bf16, 64 tokens of a layer 1.5 times its state. A
 snapshot of all layers takes as much as keys and values of 1,572 tokens. A layer with a short
 convolution alone (LFM2) has no S: its state is the last K−1 inputs.
 """
@@ -28,6 +27,8 @@ from nanokv.cache.capabilities import Index, Sizes
 from nanokv.cache.options import SNAPSHOTS, SPARE
 from nanokv.errors import UnsupportedError
 from nanokv.recurrent import Written
+
+JOINED = 16  # tokens of appends that are kept as one
 
 
 @dataclass(frozen=True)
@@ -93,18 +94,29 @@ def between(start: int, written: Sequence[Written], n: int) -> tuple[Written, ..
     return tuple(kept)
 
 
+def joined(written: tuple[Written, ...], since: int) -> tuple[Written, ...]:
+    """The same with the last appends as one, once they have JOINED tokens.
+
+    Each append has K−1 inputs of the convolution from the one before, so tokens that come one by
+    one weigh twice as much. A mark, `since` tokens from the end, stays between two appends.
+    """
+    T = 0
+    first = len(written)
+    while first and written[first - 1].T < JOINED and T + written[first - 1].T <= since:
+        first -= 1
+        T += written[first].T
+    if T < JOINED:
+        return written
+    return (*written[:first], Written.joined(written[first:]))
+
+
 def state_after(mark: Mark, written: Sequence[Written]) -> Mark:
     """The state after what follows a mark, in one pass over all of its tokens."""
     if not written:
         return mark
     last = written[-1]
-    T = sum(each.T for each in written)
-    parts = [each.tensors() for each in written]
-    joined = {
-        name: torch.cat([part[name] for part in parts], 2) for name in parts[0] if name != "window"
-    }
-    S = last._replace(T=T, **joined).state(T, mark.S)
-    return Mark(mark.length + T, last.conv(last.T), S)
+    joined = Written.joined(written)
+    return Mark(mark.length + joined.T, last.conv(last.T), joined.state(joined.T, mark.S))
 
 
 class StateLayer(LayerCache):
@@ -148,7 +160,7 @@ class StateLayer(LayerCache):
             self.history = History(now, (first,), (written.last(SPARE),), snapshots)
             return
         marks = old.marks
-        since = (*old.written, written)
+        since = joined((*old.written, written), length - marks[-1].length)
         if length - marks[-1].length >= SPARE:
             marks = (*marks, now.alone())
         if len(marks) > 2:  # the second mark is far enough back

@@ -221,7 +221,7 @@ def rollback_bytes(config: Config, tokens: int, itemsize: int) -> int:
     """Bytes of a row in the layers with a state, by which its last tokens can be taken back.
 
     After a prompt: the state before its last SPARE tokens and what they have written
-    (cache/state.py). In Qwen3.5 up to three times as much while decoding.
+    (cache/state.py). While decoding up to 2·SPARE tokens: in Qwen3.5 up to 2.2 times as much.
     """
     back = min(tokens, SPARE)
     if not config.states or not tokens:

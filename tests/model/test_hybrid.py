@@ -15,7 +15,7 @@ from nanokv import costs
 from nanokv.cache import BatchCache, KVCache, PrefixPool, make_cache
 from nanokv.cache.options import SPARE
 from nanokv.cache.padded import PaddedCache
-from nanokv.cache.state import StateLayer
+from nanokv.cache.state import JOINED, StateLayer
 from nanokv.config import Config
 from nanokv.decoding.beam import beam_search
 from nanokv.decoding.generation import generate
@@ -125,6 +125,41 @@ def test_a_state_goes_back_to_its_oldest_mark_and_no_further(models):
     for step in range(140):
         decode(ours, random_ids(8 + step, 1, 1), cache, 36 + step)
     assert SPARE <= cache.sizes.max_rollback < 2 * SPARE
+
+
+def test_tokens_one_by_one_are_kept_like_those_of_a_chunk(models):
+    """JOINED of them become one append, which has the inputs of the convolution before it once."""
+    _, ours = models
+    one_by_one, at_once = (make_cache("dict", ours.config) for _ in range(2))
+    ids = random_ids(90, 1, 2 * SPARE - 1)
+    for t in range(ids.shape[1]):
+        decode(ours, ids[:, t : t + 1], one_by_one, t)
+    prefill(ours, ids[:, :SPARE], at_once)
+    prefill(ours, ids[:, SPARE:], at_once, SPARE)
+    one, two = (state_of(cache).history for cache in (one_by_one, at_once))
+    assert [each.T for each in one.written] == [JOINED] * 7 + [1] * 15
+    assert [mark.length for mark in one.marks] == [mark.length for mark in two.marks] == [0, SPARE]
+    assert state_of(one_by_one).nbytes < 1.5 * state_of(at_once).nbytes
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("pads", [[0, 0], [0, 38]])
+def test_every_step_back_over_joined_tokens(models, pads, count):
+    """By 1 to 80 tokens: after them, each row has the logits of transformers' one pass over it alone."""
+    reference, ours = models
+    ids = random_ids(91, 2, 110)
+    cache = PaddedCache(make_cache("dict", ours.config, 2), pads)
+    for t in range(0, 100, count):
+        verify_draft(ours, ids[:, t : t + count], cache, cache.length)
+    for back in (1, 2, 3, 15, 16, 17, 31, 50, 59, 60, 61, 62, 63, 64, 65, 80):
+        n = 100 - back
+        copy = cache.fork()
+        copy.truncate(copy.length - back)
+        got = verify_draft(ours, ids[:, n : n + 3], copy, copy.length)[:, -1]
+        for b, pad in enumerate(pads):
+            if n + 3 > pad:
+                right = reference_logits(reference, ids[b : b + 1, pad : n + 3])[0, -1]
+                assert gap(got[b], right) <= ALLOWED, (back, b)
 
 
 @pytest.mark.parametrize("chunks", [(200, 100), (33, 1), (1,)])
