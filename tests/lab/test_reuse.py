@@ -28,7 +28,9 @@ from nanokv.lab.replay.served import measure
 from nanokv.text.ids import common_prefix
 from nanokv.text.template import LeftOut
 from nanokv.text.tokenizer import Tokenizer
+from oracle import HYBRID, tiny_config
 from small_model import small
+from tiny_checkpoint import write_tokenizer
 
 END = 3  # "#"
 
@@ -276,6 +278,20 @@ def test_the_command_prints_tables_of_80_columns_and_json(cli, said):
     assert (code, err) == (0, "")
     assert [row["change"] for row in rows][:2] == ["(nothing held)", "messages appended"]
     assert rows[0]["reused"] == {"hash": 0, "radix": 0} and rows[0]["prompt"] == rows[0]["computed"]
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"), [("qwen35-G2", "layers of Qwen3.5"), ("lfm2-G2", "layers of LFM2")]
+)
+def test_a_model_with_states_reuses_less_than_its_tokens_say(cli, said, tmp_path, family, layers):
+    write_tokenizer(tmp_path)
+    fields = tiny_config(**HYBRID[family]).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    code, out, err = cli("reuse", said, "-m", tmp_path, "--page", "1")
+    assert code == 0 and "messages appended" in out
+    assert layers in err and "resumes at snapshots. --time N counts the tokens" in err
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"model_type": "mamba2"}))
+    assert cli("reuse", said, "-m", tmp_path, "--page", "1") == (0, out, "")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from nanokv.apps.cli.common.options import (
     output_options,
 )
 from nanokv.apps.cli.common.text import to_json
-from nanokv.errors import NanoKVError
+from nanokv.config import Config
+from nanokv.errors import ConfigError, NanoKVError
 from nanokv.lab.replay.changes import (
     Requests,
     Talk,
@@ -31,6 +32,7 @@ from nanokv.lab.replay.changes import (
     reused,
     talk_file,
 )
+from weights_loader.strict import read_object
 
 if TYPE_CHECKING:
     from nanokv.model import Transformer
@@ -135,6 +137,7 @@ def run(args: Namespace) -> int:
         model, writer = loaded.model, Writer(loaded.tokenizer)
     else:
         writer = Writer(tokenizer_of(given.model.source))
+        warn_of_states(given.model.source)
     found = {name: rows_of(given, model, writer, names[name], talk) for name, talk in talks.items()}
     if given.json:
         terminal.write_out(to_json(report(given, found)) + "\n")
@@ -173,6 +176,24 @@ def tokenizer_of(model: str) -> "Tokenizer":
     from nanokv.text.tokenizer import Tokenizer
 
     return Tokenizer.from_folder(weights_loader.resolve(model))
+
+
+def warn_of_states(model: str) -> None:
+    """The tokens alone do not say where an engine has the states of a model.
+
+    No warning about models that nanokv cannot run, which have no engine here.
+    """
+    import weights_loader
+
+    try:
+        config = Config.from_dict(read_object(weights_loader.config_file(model), ConfigError))
+    except ConfigError:
+        return
+    if config.states:
+        terminal.warning(
+            f"{config.states} layers of {config.family.title} have {config.state_name}, so an "
+            "engine reuses less than this: it resumes at snapshots. --time N counts the tokens"
+        )
 
 
 def requests_of(writer: Writer, talk: Talk) -> dict[str, Requests]:
