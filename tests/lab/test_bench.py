@@ -30,12 +30,12 @@ from nanokv.errors import NanoKVError
 from nanokv.fast import native, optimize
 from nanokv.fast.weights import Matrix
 from nanokv.inference import decode, prefill
-from nanokv.lab.bench import beside, facts, gguf, machine, profile, recall, serving
+from nanokv.lab.bench import beside, facts, gguf, machine, profile, quality, recall, serving
 from nanokv.lab.bench.facts import Question
 from nanokv.lab.bench.rotation import Rotation
 from nanokv.lab.bench.runners import Ours, Runner, Transformers, Uncached
 from nanokv.support import installing
-from oracle import HYBRID, SHAPES, gap, pair, put, reference_logits
+from oracle import HYBRID, LAYERED, SHAPES, gap, pair, put, random_ids, reference_logits
 from small_model import needs_kernels, small
 from weights_loader.gguf_writing import their_name
 from weights_loader.names import to_hugging_face
@@ -680,6 +680,15 @@ def test_a_template_that_changes_earlier_turns_is_refused(monkeypatch):
     monkeypatch.setattr(tokenizer, "render", lambda messages: f"{len(messages)} messages")
     with pytest.raises(NanoKVError, match="changes earlier turns"):
         recall.talk(tokenizer, 0)
+
+
+@pytest.mark.parametrize("name", [*LAYERED, *HYBRID])
+def test_an_exact_cache_has_all_bytes_of_an_exact_cache(name):
+    """Also where layers have a window or a state: the bytes are those of nanokv.costs for the tokens."""
+    model = pair(**(LAYERED | HYBRID)[name])[1]
+    cache = make_cache("dict", model.config)
+    prefill(model, random_ids(1, 1, 200), cache)
+    assert quality.share(model, cache) == 1
 
 
 def test_facts_of_talks_are_counted_and_drawn(cli, tmp_path):

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanokv.cache import KVCache, make_cache
 from nanokv.cache.options import draws
 from nanokv.checkpoint import Model
-from nanokv.costs.formulas import kv_bytes_per_token
+from nanokv.costs.formulas import kv_bytes
 from nanokv.inference import score
 from nanokv.lab.bench.recall import Talk, recalled
 from nanokv.lab.bench.runners import Ours
@@ -104,7 +104,7 @@ def recall(model: Model, text: Text, kind: tuple[str, dict]) -> dict:
 def share(model: Model, cache: KVCache) -> float:
     """Bytes of the cache, by those of an exact one with as many tokens."""
     itemsize = model.embed_tokens.weight.element_size()
-    return cache.nbytes / (cache.length * kv_bytes_per_token(model.config, itemsize))
+    return cache.nbytes / kv_bytes(model.config, cache.length, 1, itemsize)
 
 
 def new_cache(model: Model, text: Text, kind: tuple[str, dict]) -> KVCache:
