@@ -1,7 +1,7 @@
 """What a recurrent state recalls: twins with states, with attention, and with both, on one task and for as many steps.
 
-    python tests/tools/hybrid_twin.py recall [--out recall.json]    8 min of one thread: the table of notebook 17
-    python tests/tools/hybrid_twin.py corpus [--steps 300] [--out runs/hybrid]      the recipe of `nanokv train`
+    python tests/tools/hybrid_twin.py recall [--out FILE]    8 min of one thread: the first table of notebook 17
+    python tests/tools/hybrid_twin.py chat --models FOLDER [--out FILE]    3 hours of one thread: the second
 
 `recall` is multi-query associative recall (Arora et al. 2023, Zoology, arXiv 2312.04927): N pairs of a key and a value,
 then every key again in another order, each followed by its value. Counted are the values that the model gives the
@@ -10,10 +10,19 @@ largest logit. A state has Dk·Dv numbers per head whatever N is; the keys and v
     state DkxDv    two layers with a recurrent state of two heads (GatedDeltaNet, hybrid.py)
     hybrid         three layers with the smallest of these states, and one with attention
     attention      two layers; its full cache, and caches of the bytes of each state: a window with two sinks
+
+`chat` trains larger twins on the conversations of `nanokv train`: the first stage of its recipe, with half of the
+tokens per step. A talk tells one to six facts, each answered "Okay.", and asks for each. Counted are the facts of which
+the told value is the likeliest of six (nanokv/lab/bench/facts.py); chance is one of six.
+
+    3:1 DkxDv      the bundled model with a state in three of four layers (trainer.HYBRID)
+    state DkxDv    the same with a state in every layer
+    attention      the shape of the bundled model; its full cache, and windows
 """
 
 import argparse
 import json
+import random
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,13 +30,23 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+import nanokv
 from nanokv import costs
 from nanokv.attention import Causal
 from nanokv.cache import NoCache, make_cache
 from nanokv.config import Config, Linear
-from nanokv.inference import verify_draft
+from nanokv.inference import prefill, verify_draft
+from nanokv.lab.bench.facts import Question, drawn, exchange, question
 from nanokv.model import Transformer
-from nanokv.school.training.trainer import HYBRID, Recipe, Trainer, initialise, new_optimizers
+from nanokv.school.training.trainer import (
+    HYBRID,
+    TINY,
+    Recipe,
+    Trainer,
+    initialise,
+    new_optimizers,
+)
+from nanokv.text.tokenizer import Tokenizer
 
 KEYS = VALUES = 32
 PAIRS = (2, 4, 8, 16)  # trained on, in turn
@@ -155,11 +174,17 @@ def rows_of(name: str, model: Transformer) -> list[dict]:
 
 def bytes_of(config: Config, cache) -> int:
     """S and the keys and values; without the marks that truncate needs, and without conv."""
-    state = config.states * 2 * 4
-    if config.linear:
-        state *= config.linear.linear_key_head_dim * config.linear.linear_value_head_dim
     keys = sum(layer.nbytes for i, layer in enumerate(cache) if not config.has_state(i))
-    return state + keys
+    return bytes_of_states(config) + keys
+
+
+def bytes_of_states(config: Config) -> int:
+    """S of all layers, in fp32."""
+    if not config.linear:
+        return 0
+    sizes = config.linear
+    numbers = sizes.linear_key_head_dim * sizes.linear_value_head_dim
+    return config.states * sizes.linear_num_value_heads * numbers * 4
 
 
 def run_recall(given) -> None:
@@ -176,21 +201,110 @@ def run_recall(given) -> None:
                 flush=True,
             )
         if given.out:
-            record = {"steps": given.steps, "pairs": PAIRS, "table": table}
-            Path(given.out).write_text(json.dumps(record, indent=1) + "\n")
+            keep(given.out, {"steps": given.steps, "pairs": PAIRS, "table": table})
 
 
-def run_corpus(given) -> None:
-    """Some steps of the recipe on the hybrid, with the loss; then a Hugging Face folder."""
-    recipe = Recipe(tokens_per_batch=given.tokens).scaled(given.steps)
-    trainer = Trainer(recipe, config=HYBRID)
-    print(f"{costs.parameters(HYBRID):,} parameters, {recipe.steps} steps of {given.tokens} tokens")
-    for step in range(recipe.steps):
+# --- talks ----------------------------------------------------------------------------------------
+
+FIRST_STAGE = Recipe(
+    steps=1800, tokens_per_batch=4096, long_rows_from=1800, second_from=1800, third_from=1800
+)
+SMALL, LARGE = (8, 12), (32, 48)  # Dk, Dv; LARGE is that of HYBRID
+TOLD = (1, 2, 4, 6)
+TALKS = 48
+HEARD = "Okay."  # an answer that does not repeat the fact
+
+
+def chat_twins() -> dict[str, Config]:
+    """All models by name; those with less to train first."""
+    found = {"attention": TINY}
+    for Dk, Dv in (SMALL, LARGE):
+        sized = replace(HYBRID.linear, linear_key_head_dim=Dk, linear_value_head_dim=Dv)
+        mixed = replace(HYBRID, linear=sized)
+        found[f"3:1 {Dk}x{Dv}"] = mixed
+        found[f"state {Dk}x{Dv}"] = replace(mixed, layer_types=("linear_attention",) * 8)
+    return found
+
+
+def train_on_talks(name: str, config: Config, folder: Path) -> None:
+    """Train and write FOLDER/NAME, from the newest checkpoint if there is one."""
+    runs = folder / f"{name} checkpoints"
+    trainer = Trainer(FIRST_STAGE, config=config)
+    trainer.compile()
+    if runs.exists():
+        trainer.resume(runs)
+    runs.mkdir(parents=True, exist_ok=True)
+    while trainer.step < FIRST_STAGE.steps:
         loss = trainer.train_step()
-        if step % 20 == 0 or step == recipe.steps - 1:
-            print(f"step {step:>5}  loss {loss:.3f}", flush=True)
+        if trainer.step % 100 == 0:
+            print(f"  {name}: step {trainer.step:,}, loss {loss:.3f}", flush=True)
+            trainer.save(runs)
+    trainer.export(folder / name)
+
+
+def told(tokenizer: Tokenizer, N: int, seed: int) -> list[Question]:
+    """A talk with N facts, and the question for each of them."""
+    facts = drawn(random.Random(seed), N)
+    messages = [message for fact in facts for message in exchange(fact.told, HEARD)]
+    asked = []
+    for fact in facts:
+        text = tokenizer.render([*messages, {"role": "user", "content": fact.asked}])
+        asked.append(question(tokenizer, text + fact.opening, fact))
+    return asked
+
+
+def known(model: Transformer, tokenizer: Tokenizer, cache: str, N: int) -> float:
+    """Share of the facts that a model knows with a cache of this kind."""
+    answered = []
+    for seed in range(TALKS):
+        for one in told(tokenizer, N, seed):
+            held = make_cache(cache, model.config)
+            logits = prefill(model, torch.tensor([one.ids]), held)[0]  # (V,)
+            answered.append(one.answered(logits)[0])
+    return sum(answered) / len(answered)
+
+
+def chat_rows(name: str, model: Transformer, tokenizer: Tokenizer) -> list[dict]:
+    """A row per model and cache: its bytes after the longest talk, and the share known by N."""
+    caches = {"dict": name}
+    if name == "attention":
+        per_token = costs.kv_bytes_per_token(model.config, 4)
+        window = max(bytes_of_states(config) for config in chat_twins().values()) // per_token
+        for width in (window, 2 * window):
+            caches[f"sliding:window={width - SINKS}:sinks={SINKS}"] = (
+                f"window {width - SINKS} + {SINKS}"
+            )
+    found = []
+    for cache, title in caches.items():
+        held = make_cache(cache, model.config)
+        prefill(model, torch.tensor([told(tokenizer, TOLD[-1], 0)[0].ids]), held)
+        shares = {N: round(known(model, tokenizer, cache, N), 3) for N in TOLD}
+        found.append({"name": title, "bytes": bytes_of(model.config, held), "recall": shares})
+    return found
+
+
+def run_chat(given) -> None:
+    folder = Path(given.models)
+    table = []
+    for name, config in chat_twins().items():
+        if given.only not in (None, name):
+            continue
+        print(f"{name}: {costs.parameters(config):,} parameters", flush=True)
+        if not (folder / name).exists():
+            train_on_talks(name, config, folder)
+        model, tokenizer = nanokv.load(str(folder / name), dtype="float32")
+        for row in chat_rows(name, model, tokenizer):
+            table.append(row)
+            print(f"{row['name']:<14} {row['bytes']:>9,} B  {row['recall']}", flush=True)
     if given.out:
-        trainer.export(given.out)
+        keep(given.out, {"talks": {"steps": FIRST_STAGE.steps, "told": TOLD, "table": table}})
+
+
+def keep(file: str, more: dict) -> None:
+    """Write these entries of a record; the others stay."""
+    path = Path(file)
+    record = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(record | more, indent=1) + "\n")
 
 
 if __name__ == "__main__":
@@ -200,11 +314,11 @@ if __name__ == "__main__":
     table.add_argument("--steps", type=int, default=1200)
     table.add_argument("--out")
     table.set_defaults(run=run_recall)
-    corpus = commands.add_parser("corpus")
-    corpus.add_argument("--steps", type=int, default=300)
-    corpus.add_argument("--tokens", type=int, default=512)
-    corpus.add_argument("--out")
-    corpus.set_defaults(run=run_corpus)
+    chat = commands.add_parser("chat")
+    chat.add_argument("--models", required=True)
+    chat.add_argument("--only")
+    chat.add_argument("--out")
+    chat.set_defaults(run=run_chat)
     torch.set_num_threads(1)
     given = parser.parse_args()
     given.run(given)

@@ -12,7 +12,10 @@ RECALL = Path(__file__).parent.parent / "assets" / "state_recall.json"
 
 
 def recorded() -> dict[str, Any]:
-    """steps, pairs, and table: name, bytes and recall by number of pairs."""
+    """steps, pairs, and table: name, bytes and recall by number of pairs.
+
+    talks: steps, told, and table with the share known by number of facts.
+    """
     return json.loads(RECALL.read_text("utf-8"))
 
 
