@@ -38,6 +38,7 @@ from nanokv.config import Config, Linear
 from nanokv.inference import prefill, verify_draft
 from nanokv.lab.bench.facts import Question, drawn, exchange, question
 from nanokv.model import Transformer
+from nanokv.school.training import run_folder
 from nanokv.school.training.trainer import (
     HYBRID,
     TINY,
@@ -229,11 +230,11 @@ def chat_twins() -> dict[str, Config]:
 def train_on_talks(name: str, config: Config, folder: Path) -> None:
     """Train and write FOLDER/NAME, from the newest checkpoint if there is one."""
     runs = folder / f"{name} checkpoints"
+    runs.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(FIRST_STAGE, config=config)
     trainer.compile()
-    if runs.exists():
+    if run_folder.checkpoints(runs):
         trainer.resume(runs)
-    runs.mkdir(parents=True, exist_ok=True)
     while trainer.step < FIRST_STAGE.steps:
         loss = trainer.train_step()
         if trainer.step % 100 == 0:
@@ -296,7 +297,7 @@ def run_chat(given) -> None:
         for row in chat_rows(name, model, tokenizer):
             table.append(row)
             print(f"{row['name']:<14} {row['bytes']:>9,} B  {row['recall']}", flush=True)
-    if given.out:
+    if given.out and not given.only:
         keep(given.out, {"talks": {"steps": FIRST_STAGE.steps, "told": TOLD, "table": table}})
 
 
@@ -316,7 +317,7 @@ if __name__ == "__main__":
     table.set_defaults(run=run_recall)
     chat = commands.add_parser("chat")
     chat.add_argument("--models", required=True)
-    chat.add_argument("--only")
+    chat.add_argument("--only", metavar="NAME", help="this model alone; --out writes nothing then")
     chat.add_argument("--out")
     chat.set_defaults(run=run_chat)
     torch.set_num_threads(1)
