@@ -1,7 +1,7 @@
 """Answers of other assistants: other words for a fact that the user gave, or no answer.
 
 A model that finds a fact only where its own answer repeated it loses the fact after another
-assistant's answer. In half of the conversations of the third stage another assistant gives some of
+assistant's answer. In nine of ten conversations of the third stage another assistant gives some of
 the answers. The model reads them but never learns them: their loss has weight 0.
 """
 
@@ -12,7 +12,7 @@ from nanokv.school.training.conversation import Conversation, upper_first
 from nanokv.school.training.phrases import phrases
 
 TEXTS = phrases("acknowledgements")
-ACKNOWLEDGED = 0.8  # share of the statements that another assistant answers
+ACKNOWLEDGED = 0.9  # share of the statements that another assistant answers
 ANSWERED = 0.15  # share of the questions that another assistant answers
 SILENT = 0.15  # share of its answers to statements that are empty
 GENERAL = 0.45  # share of its answers to statements that suit every statement

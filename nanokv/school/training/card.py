@@ -35,7 +35,8 @@ tokens, from step {third_from:,} on of {third:,} ({tokens:.1f} M in all), Muon a
 to 2,048 tokens, loss on the answers and on one in ten of the users' tokens. From step
 {second_from:,} on the conversations have every kind of exchange. From step {third_from:,} on they
 also have the usual first sentences of a chat, facts without names, emoji and other scripts, and
-answers of other assistants, which do not count in the loss; that stage begins with new optimizers.
+answers of other assistants. These do not count in the loss, and users' tokens no longer do; that
+stage begins with new optimizers.
 The corpus is synthetic: a seeded generator writes all conversations, without text by other authors.
 One in eight of its names and nouns is held out of training.
 {made}

@@ -164,7 +164,9 @@ MORE = {  # the exchanges of the third stage, and those of the second that need 
     nearby.codes: 80,
     nearby.yes_or_no: 90,
     small_talk.cache_question: 130,
-    hard.begin: 80,
+    hard.remember: 450,
+    about_user.recall: 80,
+    hard.begin: 140,
     never_told: 90,
     firsts.first: 150,
     firsts.introduce: 25,
@@ -173,8 +175,8 @@ MORE = {  # the exchanges of the third stage, and those of the second that need 
     unnamed.animal: 120,
     unnamed.relative: 80,
     unnamed.like: 50,
-    unnamed.thing: 35,
-    unnamed.never: 20,
+    unnamed.thing: 120,
+    unnamed.never: 35,
     scripts.decorated: 60,
     scripts.unreadable: 50,
 }
@@ -182,7 +184,7 @@ THIRD = replace(
     SECOND,
     segments=EVERYTHING | MORE,
     completed=unnamed.completed,
-    foreign=1 / 2,
+    foreign=0.9,
     otherwise=acknowledgements.otherwise,
     opened=0.4,
     openings={
@@ -192,13 +194,15 @@ THIRD = replace(
         unnamed.animal: 4,
         unnamed.relative: 2,
         unnamed.like: 1.5,
-        unnamed.thing: 1,
+        unnamed.thing: 4,
         scripts.decorated: 2,
         scripts.unreadable: 2,
         hard.introduce_at_once: 2,
         about_user.recall: 2,
     },
     lengths=((64, 2.5), (128, 6), (256, 8), (512, 2.5), (1024, 0.7)),
+    # What users say is nine tenths of the loss by then, and nothing of it can be known.
+    user_share=0,
 )
 
 

@@ -42,9 +42,6 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# Share of the user's tokens that count in the loss: the model learns to answer, not to guess what
-# users say.
-USER_SHARE = 0.1
 TOKENS_AN_EXCHANGE = 36  # on average; if a row is not full, more exchanges are drawn
 PLAIN_SHARE = 0.03  # share of rows that are stories without a chat
 ROW_LENGTHS = ((64, 2), (128, 5), (256, 8), (512, 3), (1024, 1.5), (2048, 0.5))  # (tokens, weight)
@@ -183,7 +180,7 @@ class Rows:
             ids += more
             said += answers
             done = len(talk.messages)
-        share = USER_SHARE
+        share = self.stage.user_share  # the model learns to answer, not what users say
         if held_out:
             share = 0
         counts = [

@@ -22,6 +22,7 @@ FILES = (  # with sentences of the assistant
 SAID = re.compile("answer|noted|recalled|missing|nothing|by_name|unreadable")
 # Words of answers that the code of the exchanges makes.
 OWN = "yes no so your list is now you said reversed the there are one after before comes and have"
+WORDS = r"[^\W_]+"
 POOLS = (words.NAMES, words.CITIES, words.FOODS, words.COLOURS, words.ANIMALS, words.JOBS)
 
 
@@ -101,7 +102,7 @@ def invented(answer: str, talk: tuple[str, ...]) -> set[str]:
 
 def words_of(text: str) -> list[str]:
     """Words and numbers in small letters."""
-    return re.findall(r"[^\W_]+", text.casefold())
+    return re.findall(WORDS, text.casefold())
 
 
 def stem(text: str) -> str:
@@ -111,11 +112,15 @@ def stem(text: str) -> str:
 
 @cache
 def assistant_words() -> frozenset[str]:
-    """The words of the assistant's own sentences, without those of the pools of the users."""
+    """The words of the assistant's own sentences, without those of the pools of the users.
+
+    Will is a name of the pools, will is not.
+    """
     texts = " ".join(text for name in FILES for text in said_in(phrases(name)))
     sentences = re.sub(r"\{\w*\}", " ", texts)
-    found = {stem(text) for text in words_of(f"{sentences} {OWN}")}
-    return frozenset(found - {stem(value.casefold()) for pool in POOLS for value in pool})
+    values = {stem(value) for pool in POOLS for value in pool}
+    found = {stem(text) for text in re.findall(WORDS, f"{sentences} {OWN}")}
+    return frozenset(text.casefold() for text in found - values)
 
 
 def said_in(texts: str | list | dict, says: bool = False) -> list[str]:

@@ -4,10 +4,11 @@ The name of that cat is then unknown, and the cat is known.
 """
 
 import re
+from random import Random
 
 from nanokv.school.training import about_user, lists, small_talk, sums, words
 from nanokv.school.training.about_user import asked
-from nanokv.school.training.conversation import Conversation, upper_first
+from nanokv.school.training.conversation import Conversation, lower_first, upper_first
 from nanokv.school.training.facts import EVERYTHING, FACTS, PET
 from nanokv.school.training.phrases import phrases
 
@@ -59,9 +60,24 @@ def no_name(talk: Conversation, kind: str) -> str:
 
 def _tell(talk: Conversation, section: str, step: tuple, half: str = "told", **values: str) -> None:
     texts = TEXTS[section]
-    told = talk.rng.choice(texts[half]).format(**values)
+    told = talk.rng.choice(texts[half])
+    if half == "told" and section in ("thing", "animal", "relative") and talk.rng.random() < 0.5:
+        told = talked(talk.rng, told)
+    told = told.format(**values)
     noted = texts["noted"][0].format(**values)
     talk.say(upper_first(told), upper_first(noted), step)
+
+
+def talked(rng: Random, told: str) -> str:
+    """The sentence with a few words more at its beginning or its end.
+
+    "Well, I have a cat." "I have a cat, you see."
+    """
+    around = TEXTS["thing"]
+    if rng.random() < 0.3:
+        return f"{rng.choice(around['starts'])} {lower_first(told)}"
+    comma = rng.choice(("", "", ","))
+    return f"{told[:-1]}{comma} {rng.choice(around['tails'])}{told[-1]}"
 
 
 def _others(talk: Conversation) -> None:
@@ -250,7 +266,8 @@ def thing(talk: Conversation) -> None:
     what = a(about_user.new_thing(talk, ()))
     talk.unnamed["thing"] = what
     _tell(talk, "thing", ("have", "thing", what), a=what)
-    if talk.rng.random() < 0.5:
+    _others(talk)
+    if talk.rng.random() < 0.6:
         question = talk.rng.choice(TEXTS["thing"]["asked"])
         talk.say(asked(talk, question), f"You have {what}.", ("ask thing",))
 
