@@ -201,7 +201,7 @@ THIRD = replace(
         about_user.recall: 2,
     },
     lengths=((64, 2.5), (128, 6), (256, 8), (512, 2.5), (1024, 0.7)),
-    # What users say is nine tenths of the loss by then, and nothing of it can be known.
+    # What users say was two thirds of the loss by then, and nothing of it can be known.
     user_share=0,
 )
 
