@@ -115,8 +115,8 @@ def state_after(mark: Mark, written: Sequence[Written]) -> Mark:
     if not written:
         return mark
     last = written[-1]
-    joined = Written.joined(written)
-    return Mark(mark.length + joined.T, last.conv(last.T), joined.state(joined.T, mark.S))
+    whole = Written.joined(written)
+    return Mark(mark.length + whole.T, last.conv(last.T), whole.state(whole.T, mark.S))
 
 
 class StateLayer(LayerCache):
