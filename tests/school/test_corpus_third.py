@@ -16,6 +16,7 @@ from nanokv.school.training import (
     acknowledgements,
     corpus,
     firsts,
+    hard,
     scripts,
     small_talk,
     unnamed,
@@ -353,6 +354,25 @@ def test_a_thing_is_asked_for_after_other_exchanges_too(talks):
     assert len(apart) > 20 and 0.25 < sum(distance > 1 for distance in apart) / len(apart) < 0.75
 
 
+def test_all_that_was_told_is_asked_for():
+    """Up to four facts and pets, each once, in any order, and now and then one that nobody told."""
+    unknown = in_order = several = 0
+    for i in range(300):
+        talk = Conversation(random.Random(f"all:{i}"), False, corpus.THIRD)
+        hard.remember_all(talk)
+        log = [step for meaning in talk.log for step in meaning]
+        told = [step[1] for step in log if step[0] in ("tell", "pet")]
+        told = list(dict.fromkeys(reversed(told)))[::-1]  # a kind that changed counts where it did
+        asked = [step[1] for meaning in talk.log for step in meaning[:1] if step[0][:3] == "ask"]
+        known = [kind for kind in asked if kind in told]
+        assert len(known) == len(set(known)) >= min(len(told), 4)
+        unknown += len(asked) - len(known)
+        if len(known) > 1:
+            several += 1
+            in_order += known == [kind for kind in told if kind in known]
+    assert 40 < unknown < 110 and several > 150 and in_order < several / 2
+
+
 def test_no_sentence_means_two_things():
     """Then no model could be right: neither two kinds, nor what older exchanges answer otherwise."""
     owners: dict[str, set[str]] = {}
@@ -423,6 +443,25 @@ def test_other_scripts_are_answered_with_what_can_be_read():
         answers[talk.messages[-1]["content"]] += 1
     assert set(answers) == {"I only speak English.", "I can only read English words."}
     assert min(answers.values()) > 90
+
+
+def test_words_of_other_languages():
+    """One to four of a language, none of the evaluation's phrases, nothing as short as "me"."""
+    held = {plain(phrase) for phrase in scripts.TEXTS["languages_held"]}
+    rng = random.Random(0)
+    seen = Counter()
+    for _ in range(3000):
+        text = scripts.of_one_language(rng)
+        found = text.rstrip("?!.").lower().split()
+        assert 1 <= len(found) <= 5 and len(text) >= 5 and plain(text) not in held
+        languages = [
+            number
+            for number, known in enumerate(scripts.TEXTS["vocabulary"])
+            if set(found) <= set(known.lower().split())
+        ]
+        assert languages, text
+        seen.update(languages)
+    assert len(seen) == len(scripts.TEXTS["vocabulary"]) >= 10 and min(seen.values()) > 150
 
 
 def test_texts_are_clean(talks):

@@ -165,10 +165,11 @@ MORE = {  # the exchanges of the third stage, and those of the second that need 
     nearby.yes_or_no: 90,
     small_talk.cache_question: 130,
     hard.remember: 450,
+    hard.remember_all: 900,
     about_user.recall: 80,
     hard.begin: 140,
     never_told: 90,
-    firsts.first: 150,
+    firsts.first: 220,
     firsts.introduce: 25,
     firsts.sizes: 55,
     small_talk.size_of_caches: 15,
@@ -178,7 +179,7 @@ MORE = {  # the exchanges of the third stage, and those of the second that need 
     unnamed.thing: 120,
     unnamed.never: 35,
     scripts.decorated: 60,
-    scripts.unreadable: 50,
+    scripts.unreadable: 70,
 }
 THIRD = replace(
     SECOND,
@@ -186,7 +187,7 @@ THIRD = replace(
     completed=unnamed.completed,
     foreign=0.9,
     otherwise=acknowledgements.otherwise,
-    opened=0.4,
+    opened=0.5,
     openings={
         firsts.first: 10,
         firsts.introduce: 2,
@@ -199,6 +200,7 @@ THIRD = replace(
         scripts.unreadable: 2,
         hard.introduce_at_once: 2,
         about_user.recall: 2,
+        hard.remember_all: 8,
     },
     lengths=((64, 2.5), (128, 6), (256, 8), (512, 2.5), (1024, 0.7)),
     # What users say was two thirds of the loss by then, and nothing of it can be known.

@@ -82,6 +82,32 @@ def remember(talk: Conversation) -> None:
     _ask_pet(talk, rng.choice(pets))
 
 
+def remember_all(talk: Conversation) -> None:
+    """As remember, but then a question for each of up to four facts and pets, in any order.
+
+    So most answers of the conversation are values that no earlier answer has.
+    """
+    rng = talk.rng
+    facts = dict(talk.facts)
+    pets = dict(talk.pets)
+    for _ in range(rng.randint(1, 3)):
+        if rng.random() < 0.5:
+            about_user.tell(talk)
+        else:
+            _tell(talk, pets=0.3)
+    if rng.random() < 0.3:
+        talk.say(*_pet(talk))
+    _others(talk, 1)
+    told = [(about_user.recall, kind) for kind, it in talk.facts.items() if facts.get(kind) != it]
+    told += [(_ask_pet, kind) for kind, it in talk.pets.items() if pets.get(kind) != it]
+    questions = rng.sample(told, min(len(told), 4))
+    if rng.random() < UNKNOWN:
+        unknown = (about_user.recall, draw(rng, talk.facts))
+        questions.insert(rng.randrange(len(questions) + 1), unknown)
+    for ask, kind in questions:
+        ask(talk, kind)
+
+
 def _unique(kinds: list[str]) -> list[str]:
     """The kinds without repetitions, in their order."""
     return list(dict.fromkeys(kinds))

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from random import Random
 
 from nanokv.school.training import about_user, firsts, hard, small_talk, strangers, sums, unnamed
-from nanokv.school.training.conversation import Conversation
+from nanokv.school.training.conversation import Conversation, upper_first
 from nanokv.school.training.phrases import phrases
 
 TEXTS = phrases("scripts")
 EMOJI = {"said": TEXTS["emoji"].split(), "held": TEXTS["emoji_held"].split()}
 CHARS = {"said": TEXTS["chars"], "held": TEXTS["chars_held"]}
+HELD_PHRASES = {phrase.rstrip("?!").capitalize() for phrase in TEXTS["languages_held"]}
 Block = tuple[int, int]  # first and last code point
 BLOCKS: tuple[Block, ...] = (  # of scripts that are not Latin
     (0x4E00, 0x9FA5),
@@ -84,6 +85,25 @@ def word(rng: Random, half: str) -> str:
     return "".join(chr(rng.randint(*block)) for _ in range(rng.randint(1, 8)))
 
 
+def of_one_language(rng: Random) -> str:
+    """One to four words of a language, some with a capital and a mark: "Buona sera"."""
+    known = rng.choice(TEXTS["vocabulary"]).split()
+    begin = rng.randrange(len(known))
+    count = rng.choice((1, 2, 2, 3, 4))
+    chosen = known[begin : begin + count]  # neighbours, mostly a phrase
+    if rng.random() < 0.5:
+        chosen = rng.sample(known, count)
+    text = " ".join(chosen)
+    if text.capitalize() in HELD_PHRASES:
+        return of_one_language(rng)
+    # English too: "man", "me", "school". A greeting of another language is never so short.
+    if len(text) < 5:
+        text += f" {max(known, key=len)}"
+    if rng.random() < 0.5:
+        text = upper_first(text)
+    return text + rng.choice(("", "", "", "?", "!", "."))
+
+
 def unreadable(talk: Conversation, half: str = "said") -> None:
     """こんにちは, Guten Tag, "I like 🍕 and 日本語"."""
     rng = talk.rng
@@ -96,6 +116,8 @@ def unreadable(talk: Conversation, half: str = "said") -> None:
         answer = TEXTS["unreadable"][0]
     elif dice < 0.75:
         text = " ".join(word(rng, half) for _ in range(rng.choice((1, 1, 1, 2, 3))))
+    elif half == "said" and dice < 0.87:
+        text = of_one_language(rng)
     else:
         text = rng.choice(TEXTS[f"languages{suffix}"])
     talk.say(text, answer, ("unreadable",))
