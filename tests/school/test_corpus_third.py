@@ -25,9 +25,9 @@ from nanokv.school.training import (
 from nanokv.school.training.conversation import Conversation
 from nanokv.school.training.phrases import phrases
 
-TALKS, EXCHANGES = 700, 12
+TALKS, EXCHANGES = 1000, 12
 PLURALS = {"mice": "mouse", "ponies": "pony", "canaries": "canary", "goldfish": "goldfish"}
-# What an exchange of the third stage means: at least 12 of each among 8,400 exchanges.
+# What an exchange of the third stage means: at least 12 of each among 12,000 exchanges.
 OFTEN = {
     "have",
     "have relative",
@@ -268,10 +268,10 @@ def test_what_has_no_name_is_known_to_all_exchanges():
 # --- other assistants -------------------------------------------------------------------------------------------------
 
 
-def test_nine_of_ten_talks_have_another_assistant(talks):
+def test_six_of_ten_talks_have_another_assistant(talks):
     """There most statements are answered otherwise, some by nobody, and most questions by nanokv."""
     share = sum(talk.foreign for talk in talks) / len(talks)
-    assert 0.84 < share < 0.95
+    assert 0.55 < share < 0.65
     statements, questions, silent = [], [], 0
     for talk in talks:
         for _, reply, meaning in exchanges(talk):

@@ -1,7 +1,7 @@
 """Answers of other assistants: other words for a fact that the user gave, or no answer.
 
 A model that finds a fact only where its own answer repeated it loses the fact after another
-assistant's answer. In nine of ten conversations of the third stage another assistant gives some of
+assistant's answer. In six of ten conversations of the third stage another assistant gives some of
 the answers. The model reads them but never learns them: their loss has weight 0.
 """
 

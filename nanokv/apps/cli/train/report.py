@@ -10,6 +10,7 @@ from nanokv.apps.cli.common import layout, terminal
 from nanokv.apps.cli.common.text import to_json
 
 if TYPE_CHECKING:
+    from nanokv.model import Transformer
     from nanokv.school.training.evaluate import Result
     from nanokv.school.training.trainer import Recipe
 
@@ -50,7 +51,7 @@ def evaluate(given: EvaluationOptions, name: str, seeds: list[int]) -> dict:
 
     write(heading(given, name, seeds, width))
     results = []
-    for result in evaluate(model, tokenizer, given.cases, seeds, progress):
+    for result in evaluate(as_in_chat(model), tokenizer, given.cases, seeds, progress):
         write(result_rows(result, TARGETS.get(result.task), width))
         results.append(result)
     faults = broken_recall(model, tokenizer, given.cases, seeds[0], progress)
@@ -65,6 +66,18 @@ def evaluate(given: EvaluationOptions, name: str, seeds: list[int]) -> dict:
     if given.json:
         terminal.write_out(to_json(report) + "\n")
     return report
+
+
+def as_in_chat(model: "Transformer") -> "Transformer":
+    """The model over fast kernels where these are built, which is what `nanokv chat` runs.
+
+    The answers take a third of the time. Only rounding differs.
+    """
+    from nanokv.fast import native, optimize
+
+    if native.built():
+        return optimize(model)
+    return model
 
 
 def heading(given: EvaluationOptions, name: str, seeds: list[int], width: int | None) -> str:
