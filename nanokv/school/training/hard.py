@@ -8,7 +8,7 @@ answered by said_again, whatever answer the exchange itself has.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from nanokv.school.training import about_user, lists, small_talk, sums, words
@@ -17,6 +17,7 @@ from nanokv.school.training.conversation import Conversation, Step, lower_first,
 from nanokv.school.training.facts import CODES, FACTS, PET, draw
 from nanokv.school.training.phrases import phrases
 
+Ask = Callable[[Conversation, str], None]
 SENTENCES = " ".join(str(phrases(name)) for name in ("facts", "requests", "nearby"))
 # Pieces of these make words such as "withme", which begin with tokens that words of lists lack.
 EVERY_WORD = sorted(set(re.findall("[a-z]{4,}", SENTENCES.lower())))
@@ -98,12 +99,14 @@ def remember_all(talk: Conversation) -> None:
     if rng.random() < 0.3:
         talk.say(*_pet(talk))
     _others(talk, 1)
-    told = [(about_user.recall, kind) for kind, it in talk.facts.items() if facts.get(kind) != it]
+    told: list[tuple[Ask, str]] = [
+        (about_user.recall, kind) for kind, it in talk.facts.items() if facts.get(kind) != it
+    ]
     told += [(_ask_pet, kind) for kind, it in talk.pets.items() if pets.get(kind) != it]
     questions = rng.sample(told, min(len(told), 4))
     if rng.random() < UNKNOWN:
-        unknown = (about_user.recall, draw(rng, talk.facts))
-        questions.insert(rng.randrange(len(questions) + 1), unknown)
+        unknown = draw(rng, talk.facts)
+        questions.insert(rng.randrange(len(questions) + 1), (about_user.recall, unknown))
     for ask, kind in questions:
         ask(talk, kind)
 
