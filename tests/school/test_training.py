@@ -322,7 +322,7 @@ def test_what_another_assistant_says_is_read_and_never_learnt():
         talk = corpus.begin(random.Random(i), stage=corpus.THIRD)
         foreign += talk.foreign
         counted += any(counts)
-    assert 46 < foreign < 60 and counted > 50
+    assert 26 < foreign < 46 and counted > 50
 
 
 def test_no_token_of_another_assistant_counts(monkeypatch):
@@ -334,7 +334,7 @@ def test_no_token_of_another_assistant_counts(monkeypatch):
         _, counts = rows.row(random.Random(f"others:{i}"), 256)
         shares.append(sum(counts) / len(counts))
     whole = [share for share in shares if share == 1]
-    assert 0 < len(whole) < 20 and min(shares) < 0.9
+    assert 15 < len(whole) < 36 and min(shares) < 0.9
 
 
 def test_validation_uses_held_out_words(monkeypatch):
