@@ -696,6 +696,22 @@ def test_exit_code_says_whether_every_seed_reaches_the_targets(
     assert "> My name is Zorbla.\nHi \u241b[2J\n" in out
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_the_answers_are_those_of_the_chat(folder, monkeypatch, built):
+    """Over the kernels where they are built, else from the plain model; the same words."""
+    from nanokv.apps.cli.train.report import as_in_chat
+    from nanokv.fast import native
+    from nanokv.fast.model import FastTransformer
+
+    monkeypatch.setattr(native, "built", lambda: built)
+    model, tokenizer = nanokv.load(folder, dtype="float32", device="cpu")
+    answering = as_in_chat(model)
+    assert isinstance(answering, FastTransformer) == built
+    turns = ("My name is Ada.", "What is my name?")
+    right = evaluate.reply(model, tokenizer, turns, 20)
+    assert evaluate.reply(answering, tokenizer, turns, 20) == right != ""
+
+
 # --- the bundled model -----------------------------------------------------------------------------------------------
 
 

@@ -96,7 +96,7 @@ def of_one_language(rng: Random) -> str:
     text = " ".join(chosen)
     if text.capitalize() in HELD_PHRASES:
         return of_one_language(rng)
-    # English too: "man", "me", "school". A greeting of another language is never so short.
+    # "man" and "me" are English words too.
     if len(text) < 5:
         text += f" {max(known, key=len)}"
     if rng.random() < 0.5:
