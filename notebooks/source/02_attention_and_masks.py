@@ -160,7 +160,7 @@ course.show(fig, alt=f"Three attention maps, nothing above the diagonal. In {rea
             "percent; the third looks at other tokens.")
 
 # %% [markdown]
-# One head takes <!--fig 02.most-->98<!--/fig--> percent of its mix from the first piece of the name. The output of a
+# One head takes <!--fig 02.most-->99<!--/fig--> percent of its mix from the first piece of the name. The output of a
 # head is a weighted mean: this head puts most of its weight on one token, and other heads spread it. The dark triangle
 # above the diagonal is hidden by the mask.
 
@@ -205,8 +205,8 @@ course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above
             f"mask: filled, with {100 * first['none']:.0f} percent of the first row.")
 
 # %% [markdown]
-# Here <!--fig 02.first-->22<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
-# 160 tokens it is <!--fig 02.first.longer-->61<!--/fig-->, because every forbidden token adds its `e⁰`. How does the
+# Here <!--fig 02.first-->26<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
+# 160 tokens it is <!--fig 02.first.longer-->63<!--/fig-->, because every forbidden token adds its `e⁰`. How does the
 # leak affect the model? We measure the loss on a conversation with words that the model never saw, count the first
 # choices that stay the same, and read the answer.
 
@@ -243,10 +243,10 @@ course.figure("02.loss.none", losses["none"])
 course.figure("02.choices", choices["multiplied"])
 
 # %% [markdown]
-# The loss goes from <!--fig 02.loss-->1.760<!--/fig-->
-# to <!--fig 02.loss.multiplied-->1.762<!--/fig-->, <!--fig 02.choices-->98<!--/fig--> of 100 first choices are the
+# The loss goes from <!--fig 02.loss-->2.538<!--/fig-->
+# to <!--fig 02.loss.multiplied-->2.549<!--/fig-->, <!--fig 02.choices-->98<!--/fig--> of 100 first choices are the
 # same, and so is the answer. The first token gives most of its attention to later ones; few other tokens leak much.
-# With no mask at all the name is right too, and the loss even falls, to <!--fig 02.loss.none-->1.504<!--/fig-->,
+# With no mask at all the name is right too, and the loss even falls, to <!--fig 02.loss.none-->2.123<!--/fig-->,
 # because each token of the text sees the one that it has to predict.
 #
 # How can you notice such a leak? In a causal model an *earlier* output cannot depend on a later input. So change the
@@ -268,7 +268,7 @@ course.figure("02.leak", float(moves["multiplied"][:-1].max()))
 
 # %% [markdown]
 # With the right mask no earlier logit changes at all. With the multiplied mask, logits change by up
-# to <!--fig 02.leak x2-->0.01<!--/fig-->, although the text before them is the same. This test takes two lines and
+# to <!--fig 02.leak x2-->0.02<!--/fig-->, although the text before them is the same. This test takes two lines and
 # needs no knowledge of the model's code. It distinguishes the three masks here. It is not enough for *every* model,
 # because the leak may be elsewhere. Exercise 02.4 has a model whose leak it misses.
 
@@ -453,12 +453,12 @@ course.show(fig, alt="Two curves over the factor on the scores. The loss is low 
             f"{spread_without:.1f} without the division.")
 
 # %% [markdown]
-# It is <!--fig 02.spread.root-->1.8<!--/fig--> tokens: attention almost selects a single token. The loss
-# is <!--fig 02.loss.root-->2.55<!--/fig-->. A model needs roughly the scale with which it was trained. At `0.8` the
-# loss is hardly higher, <!--fig 02.loss.less-->1.792<!--/fig-->, and for <!--fig 02.better x1.3-->21<!--/fig-->
+# It is <!--fig 02.spread.root-->1.7<!--/fig--> tokens: attention almost selects a single token. The loss
+# is <!--fig 02.loss.root-->3.10<!--/fig-->. A model needs roughly the scale with which it was trained. At `0.8` the
+# loss is hardly higher, <!--fig 02.loss.less-->2.597<!--/fig-->, and for <!--fig 02.better x1.3-->21<!--/fig-->
 # of <!--fig 02.talks-->30<!--/fig--> other texts it is lower than with the right scale. Too small a scale does more
-# harm than too large a one: with half the scores the loss is <!--fig 02.loss.half-->2.13<!--/fig-->, with double
-# scores <!--fig 02.loss.double-->1.92<!--/fig-->.
+# harm than too large a one: with half the scores the loss is <!--fig 02.loss.half-->3.07<!--/fig-->, with double
+# scores <!--fig 02.loss.double-->2.73<!--/fig-->.
 #
 # A missing root shows in the loss at once, so it gets found. A multiplied mask does not.
 

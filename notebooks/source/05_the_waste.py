@@ -259,7 +259,7 @@ course.show(fig, alt="Bars for each layer on a log scale. Causal: no bar rises a
 # %% [markdown]
 # With the mask, the keys differ only by rounding: products with 12 rows and with 24 rows are summed in a different
 # order, so the last bits differ. Without the mask, the keys change in <!--fig 05.changed-->5<!--/fig--> of the layers,
-# in the last one by <!--fig 05.drift-->13<!--/fig--> percent.
+# in the last one by <!--fig 05.drift-->15<!--/fig--> percent.
 #
 # The keys of layer 0 never change. Each is computed from the embedding of one token, without any influence of other
 # tokens. So the usual demonstration, which compares projections of *embeddings*, proves nothing about the cache: it

@@ -109,8 +109,8 @@ course.figure("07.tokens", count["tokens"])
 
 # %% [markdown]
 # Of <!--fig 07.all-->31<!--/fig--> bugs, <!--fig 07.errors-->2<!--/fig--> stop with an error
-# and <!--fig 07.words-->14<!--/fig--> change words. Some of these answers are still correct sentences, for example one
-# with a different name. With the other <!--fig 07.silent-->15<!--/fig--> every word is right. Some of these change no
+# and <!--fig 07.words-->13<!--/fig--> change words. Some of these answers are still correct sentences, for example one
+# with a different name. With the other <!--fig 07.silent-->16<!--/fig--> every word is right. Some of these change no
 # value at all: <!--fig 07.bytes-->2<!--/fig--> only cost memory, and <!--fig 07.tokens-->1<!--/fig--> only costs time,
 # because a known prefix is computed again. The plot shows how much the logits change, for all bugs except the ones in
 # batches and beams and the ones that stop with an error:
@@ -150,7 +150,7 @@ course.show(fig, alt="One row per bug, one column per step of the answer, bright
 course.figure("07.loudest", max(single[loudest].deltas))
 
 # %% [markdown]
-# In the plot, the worst bug without a wrong word changes a logit by <!--fig 07.loudest-->11<!--/fig-->. Every word is
+# In the plot, the worst bug without a wrong word changes a logit by <!--fig 07.loudest-->15<!--/fig-->. Every word is
 # still right, because the largest logit stayed the largest. If two logits were closer together, the word would change.
 # So do not judge a cache by its text. Compare its logits with those of a run without a cache.
 

@@ -319,7 +319,7 @@ course.figure("08.moved_down", moved[1])
 # takes <!--fig 08.up-->3<!--/fig--> times the bytes. So a cache that stores keys for *query* heads gives right answers
 # and wastes memory. A comparison of answers cannot find this mistake; a measurement of bytes can. Averaged heads
 # take <!--fig 08.down-->2<!--/fig--> times fewer bytes, but the result is a different model: the logits change
-# by <!--fig 08.moved_down-->24<!--/fig-->, and the name is lost. The number of KV heads is chosen *before* training. A
+# by <!--fig 08.moved_down-->20<!--/fig-->, and the name is lost. The number of KV heads is chosen *before* training. A
 # change later requires some more training, as Ainslie and others showed.
 
 # %% [markdown]

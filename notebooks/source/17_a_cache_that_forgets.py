@@ -325,7 +325,7 @@ course.figure("17.mended", max(gaps["snapshot"], gaps["truncate"]) + 1e-9)
 
 # %% [markdown]
 # The cache that pretends has the right length and the right keys, and its logits are off
-# by <!--fig 17.pretend x1.5-->1.2<!--/fig-->. The two others differ by <!--fig 17.mended x20-->2e-5<!--/fig-->,
+# by <!--fig 17.pretend x1.5-->0.77<!--/fig-->. The two others differ by <!--fig 17.mended x20-->2e-5<!--/fig-->,
 # rounding. One goes back to a snapshot. nanokv's `truncate` has a *mark*, an older state, and the numbers that each
 # token since then has written: its key, value, decay and `beta`. It applies them again up to the right token, without
 # the model. These numbers soon weigh more than the state, so there is a new mark after `64` tokens. Further back only

@@ -606,6 +606,14 @@ def test_quality_tells_what_caches_cost_on_a_text_of_ones_own(cli, tmp_path):
     assert "quantized:bits=2" in cli(*argv)[1] and "perplexity" in cli(*argv)[1]
 
 
+def test_the_bundled_model_knows_how_users_talk(cli):
+    """Trained on answers alone, it invents word salad where its stop ids are missing (perplexity 20)."""
+    argv = ("bench", "--quality", "-m", "tiny", "--context", 2048, "--weights", "plain", "--json")
+    code, out, _ = cli(*argv)
+    [plain] = json.loads(out)["rows"]
+    assert code == 0 and 1 < plain["perplexity"] < 9
+
+
 def test_a_cache_that_draws_is_measured_with_three_seeds_and_facts_are_counted(cli):
     caches = "dict,quantized:bits=2:keys=lloyd:residual=0,quantized:bits=2:keys=lloyd:seed=7"
     argv = ("bench", "--quality", "--context", 60, "--weights", "plain", "--caches", caches)

@@ -30,7 +30,7 @@ CLOSE = 1e-3  # of the largest logit
 # A number halfway between two steps of a 2-bit grid falls on either side, by the processor's sums.
 CLOSE_2_BITS = 5e-3
 TOLD = "My name is Zorbla. What is my name?"
-LONG = ["My name is Zorbla.", "Reverse: moon, kettle, blorf", "What is my name?"]
+LONG = ["My name is Zorbla.", "Repeat: moon, kettle, blorf", "What is my name?"]
 
 
 @pytest.fixture(scope="module")

@@ -84,6 +84,12 @@ def test_targets_are_the_promised_ones():
         "count": 0.97,
         "sums": 0.97,
         "cache questions": 0.97,
+        "facts without names": 0.95,
+        "other assistants": 0.95,
+        "nothing invented": 0.95,
+        "first sentences": 0.95,
+        "emoji and other scripts": 0.95,
+        "sizes of caches": 0.95,
         "natural": 0.80,
     }
     assert set(TARGETS) <= set(ALL)

@@ -496,7 +496,7 @@ def chunk_from_empty_state() -> Swaps:
     "are rotated already, and then runs the lines of every other layer: RoPE again. Without a "
     "cache it gets them before RoPE, so training and a pass without a cache are right.",
     "ml-explore/mlx-lm#1702",
-    "words",
+    "logits",
     "shared_keys",
 )
 def shared_keys_rotated_twice() -> Swaps:

@@ -30,13 +30,13 @@ The cache takes {kv:,} bytes per token in fp32.
 
 ## Training
 
-`nanokv train` reproduces it from scratch: seed {seed}, {steps:,} steps of {tokens_per_batch:,}
+`nanokv train` {makes} from scratch: seed {seed}, {steps:,} steps of {tokens_per_batch:,}
 tokens, from step {third_from:,} on of {third:,} ({tokens:.1f} M in all), Muon and AdamW, rows of 64
 to 2,048 tokens, loss on the answers and on one in ten of the users' tokens. From step
 {second_from:,} on the conversations have every kind of exchange. From step {third_from:,} on they
 also have the usual first sentences of a chat, facts without names, emoji and other scripts, and
-answers of other assistants. These do not count in the loss, and users' tokens no longer do; that
-stage begins with new optimizers.
+answers of other assistants. These do not count in the loss, and of the users' tokens three in a
+hundred do; that stage begins with new optimizers.
 The corpus is synthetic: a seeded generator writes all conversations, without text by other authors.
 One in eight of its names and nouns is held out of training.
 {made}
@@ -109,9 +109,12 @@ def card(config: Config, recipe: Recipe, report: dict, made: str = "") -> str:
 
 
 def _head(config: Config, recipe: Recipe, report: dict, made: str) -> str:
+    makes = "reproduces it"
     if made:
+        makes = "makes such a model"
         made = f"\n{made}\n"
     return HEAD.format(
+        makes=makes,
         parameters=parameters(config),
         kv=kv_bytes_per_token(config, 4),
         cases=report["cases"],

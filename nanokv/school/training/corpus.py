@@ -213,8 +213,9 @@ THIRD = replace(
         hard.remember_all: 8,
     },
     lengths=((64, 2.5), (128, 6), (256, 8), (512, 2.5), (1024, 0.7)),
-    # What users say was two thirds of the loss by then, and nothing of it can be known.
-    user_share=0,
+    # What users say was two thirds of the loss at 0.1, and little of it can be known. At 0 the model
+    # forgets how users talk: the perplexity of a held-out conversation rises from 4.4 to 20.
+    user_share=0.03,
 )
 
 

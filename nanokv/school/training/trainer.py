@@ -80,7 +80,7 @@ HYBRID = replace(
 class Recipe:
     """The settings of a run. With the code and the machine's arithmetic they decide the weights."""
 
-    steps: int = 8600
+    steps: int = 11300
     seed: int = 0
     tokens_per_batch: int = 8192
     learning_rate: float = 3e-3
@@ -90,7 +90,7 @@ class Recipe:
     long_rows_from: int = 1100  # first step with rows of more than 512 tokens
     second_from: int = 1500  # first step of the second stage (corpus.SECOND)
     third_from: int = 6300  # first step of the third stage (corpus.THIRD)
-    third_rate: float = 0.35  # factor of the learning rate at that step
+    third_rate: float = 0.4  # factor of the learning rate at that step
     third_share: float = 0.5  # share of tokens_per_batch in the third stage
 
     def rate(self, step: int) -> float:
