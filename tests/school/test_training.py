@@ -718,7 +718,10 @@ def test_what_a_run_leaves(finished):
     ]
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["tokens"] for line in lines] == [*range(256, 7 * 256 + 1, 256), *range(1920, 2433, 128)]
+    assert [line["tokens"] for line in lines] == [
+        *range(256, 7 * 256 + 1, 256),
+        *range(1920, 2433, 128),
+    ]
     assert [line["step"] for line in lines if "validation" in line] == [4, 8, 12]
     picture = (finished / "loss.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 10_000

@@ -46,6 +46,11 @@ def with_output(page: str, begin: str, run=printed) -> str:
     return page[: found.end()] + run([*NANOKV, *command[1:]]).rstrip("\n") + "\n" + page[end:]
 
 
+def talks_of(page: str) -> str:
+    """How many talks the columns of docs/eviction.md count facts in."""
+    return re.search(r"--recall (\d+)", page)[1]
+
+
 def cache_of(row: str) -> str:
     """The cache of --caches that a row of docs/eviction.md names."""
     if row.startswith(("dict", "quantized")):
@@ -83,7 +88,14 @@ def eviction() -> dict[Path, str]:
     text = page.read_text("utf-8")
     caches = [cache_of(row) for row in ROW.findall(text)]
     what = ["bench", "--quality", "--dtype", "float32", "--weights", "plain", "--context", "320"]
-    what += ["--recall", "16", "--caches", ",".join(caches), "--plot", str(DOCS / "eviction.svg")]
+    what += [
+        "--recall",
+        talks_of(text),
+        "--caches",
+        ",".join(caches),
+        "--plot",
+        str(DOCS / "eviction.svg"),
+    ]
     rows = json.loads(printed([*NANOKV, *what, "--force", "--json"]))["rows"]
     return {page: with_columns(text, {row["cache"]: row for row in rows})}
 
