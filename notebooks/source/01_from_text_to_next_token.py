@@ -262,7 +262,7 @@ course.figure("01.mild", likely[1.0, 1.0])
 
 # %% [markdown]
 # The higher the temperature, the more beginnings contain broken words. At 1.5 the mean log-probability of a token
-# is <!--fig 01.hot x1.3-->-4.2<!--/fig-->. With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-3.7<!--/fig-->, because
+# is <!--fig 01.hot x1.3-->-4.6<!--/fig-->. With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-4.2<!--/fig-->, because
 # the least likely tokens are no longer drawn. At temperature 1 it is <!--fig 01.mild x1.3-->-1.4<!--/fig-->. Top-p does
 # not prevent every broken word. At a high temperature the probability is spread over many tokens, and the most likely
 # 90 percent still include pieces that break words.
@@ -299,7 +299,7 @@ course.show(fig, alt=f"A bar for each token of a story. {sure:.0f} percent of th
 # For <!--fig 01.sure-->69<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability.
 # Most of these tokens complete a word or a phrase. At the place with the most choice, the model chooses among the
 # equivalent of <!--fig 01.freest-->1,190<!--/fig--> equally likely tokens. The same temperature applies to both kinds
-# of places. So a slightly higher temperature varies a story, and a much higher one also breaks words.
+# of places. So a low temperature varies a story, and a higher one also breaks words.
 
 # %% [markdown]
 # ## Experiment 4: stopping

@@ -455,7 +455,7 @@ course.show(fig, alt="Two curves over the factor on the scores. The loss is low 
 # %% [markdown]
 # It is <!--fig 02.spread.root-->1.7<!--/fig--> tokens: attention almost selects a single token. The loss
 # is <!--fig 02.loss.root-->3.10<!--/fig-->. A model needs roughly the scale with which it was trained. At `0.8` the
-# loss is hardly higher, <!--fig 02.loss.less-->2.597<!--/fig-->, and for <!--fig 02.better x1.3-->21<!--/fig-->
+# loss is hardly higher, <!--fig 02.loss.less-->2.597<!--/fig-->, and for <!--fig 02.better x1.3-->20<!--/fig-->
 # of <!--fig 02.talks-->30<!--/fig--> other texts it is lower than with the right scale. Too small a scale does more
 # harm than too large a one: with half the scores the loss is <!--fig 02.loss.half-->3.07<!--/fig-->, with double
 # scores <!--fig 02.loss.double-->2.73<!--/fig-->.

@@ -313,14 +313,18 @@ course.figure("08.up", sizes[H] / sizes[Hk])
 course.figure("08.down", sizes[Hk] / sizes[1])
 course.figure("08.moved_up", moved[H])
 course.figure("08.moved_down", moved[1])
+course.figure("08.talk", surprise[Hk])
+course.figure("08.talk_down", surprise[1])
 
 # %% [markdown]
 # Copied heads change no result: the logits change by <!--fig 08.moved_up-->0<!--/fig-->, and the cache
 # takes <!--fig 08.up-->3<!--/fig--> times the bytes. So a cache that stores keys for *query* heads gives right answers
 # and wastes memory. A comparison of answers cannot find this mistake; a measurement of bytes can. Averaged heads
 # take <!--fig 08.down-->2<!--/fig--> times fewer bytes, but the result is a different model: the logits change
-# by <!--fig 08.moved_down-->20<!--/fig-->, and the name is lost. The number of KV heads is chosen *before* training. A
-# change later requires some more training, as Ainslie and others showed.
+# by <!--fig 08.moved_down-->20<!--/fig-->, and the loss of the talk rises from <!--fig 08.talk-->0.60<!--/fig-->
+# to <!--fig 08.talk_down-->0.85<!--/fig-->. The name may still be right, so one right answer does not show that the
+# model is the same. The number of KV heads is chosen *before* training. A change later requires some more training, as
+# Ainslie and others showed.
 
 # %% [markdown]
 # ## Experiment 6: a latent, and fewer bits

@@ -171,7 +171,7 @@ course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cache
 # With the right mask every split gives the logits of the whole prompt, up to rounding
 # (<!--fig 11.chunk x5-->2e-5<!--/fig-->). With the top-left mask, a token of a later chunk sees only the first few
 # keys. It does not see most of the cache, nor itself: the logits are off
-# by <!--fig 11.topleft-->24<!--/fig--> or more. Without a mask they are off by about <!--fig 11.nomask-->3<!--/fig--> or
+# by <!--fig 11.topleft-->24<!--/fig--> or more. Without a mask they are off by <!--fig 11.nomask x1.2-->2.5<!--/fig--> or
 # more, because each token of a chunk sees the tokens after it. Both wrong masks pass a test that feeds one token at a time
 # (the first column). The top-left mask also passes a test that feeds everything at once (the last column). So test a
 # cache with *several* splits.

@@ -165,7 +165,7 @@ course.show(fig, alt=f"Left: perplexity falls from {ppl[0][0]:.2f} at a window o
 # %% [markdown]
 # The conversation has <!--fig 13.tokens-->340<!--/fig--> tokens. From a window of 64 to one of 256, memory grows four
 # times. Perplexity goes from <!--fig 13.w64-->2.64<!--/fig--> to <!--fig 13.w256-->2.47<!--/fig-->, a change
-# of <!--fig 13.gain-->6.4<!--/fig--> percent. That looks as if the earlier text contained nothing important. But it
+# of <!--fig 13.gain-->6.4<!--/fig--> percent. That looks as if the earlier text mattered little. But it
 # contains the name: <!--fig 13.whole-->1<!--/fig--> window recalls it, the one that reaches the first line,
 # and <!--fig 13.recalled-->0<!--/fig--> of the smaller ones do. With the smaller ones, the model answers fluently and
 # politely that it does not know the name. Perplexity falls further, to <!--fig 13.full-->2.20<!--/fig-->, only without
@@ -247,7 +247,7 @@ course.show(fig, alt="Three plots against bits, log scale. Error: "
 # if keys have 8 bits, by <!--fig 13.move4 x1.5-->0.012<!--/fig--> with 4, and
 # by <!--fig 13.move2 x1.5-->0.09<!--/fig--> with 2. In large models a few channels of the keys are far larger than the
 # rest. The third panel adds one such channel. Now the scale of a *token* is the scale of its largest channel, and too
-# few steps are left for the other channels. At 4 bits, log-likelihoods change <!--fig 13.planted x1.5-->11<!--/fig-->
+# few steps are left for the other channels. At 4 bits, log-likelihoods change <!--fig 13.planted x1.5-->13<!--/fig-->
 # times as much as with a scale per channel, which the large channel does not affect. Values have no such channels. So
 # keys are quantized by channel and values by token. A block of keys can be rounded only when it is complete, so the
 # newest tokens stay exact.
@@ -294,8 +294,8 @@ for axis in axes:
     axis.set(xlabel="bits")
     axis.set_xticks(range(3), bits)
 axes[1].legend(fontsize=8)
-course.show(fig, alt="Two plots against 8, 4 and 2 bits. Left: perplexity stays at the "
-            "dotted line of the exact cache, "
+course.show(fig, alt="Two plots against 8, 4 and 2 bits. Left: perplexity stays near "
+            "the dotted line of the exact cache, "
             + ", ".join(f"{total[b, 0]:.2f}" for b in bits) + f" against {full:.2f}. "
             f"Right, on a log scale: the token that "
             "moved most, " + ", ".join(f"{moved[b, 0]:.2f}" for b in bits)
