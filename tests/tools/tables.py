@@ -88,14 +88,8 @@ def eviction() -> dict[Path, str]:
     text = page.read_text("utf-8")
     caches = [cache_of(row) for row in ROW.findall(text)]
     what = ["bench", "--quality", "--dtype", "float32", "--weights", "plain", "--context", "320"]
-    what += [
-        "--recall",
-        talks_of(text),
-        "--caches",
-        ",".join(caches),
-        "--plot",
-        str(DOCS / "eviction.svg"),
-    ]
+    what += ["--recall", talks_of(text), "--caches", ",".join(caches)]
+    what += ["--plot", str(DOCS / "eviction.svg")]
     rows = json.loads(printed([*NANOKV, *what, "--force", "--json"]))["rows"]
     return {page: with_columns(text, {row["cache"]: row for row in rows})}
 
