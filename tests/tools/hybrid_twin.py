@@ -121,7 +121,7 @@ def trained(config: Config, steps: int, seed: int = 0) -> Transformer:
     """Muon and AdamW with a warm-up and a straight line to zero, as in the recipe of `nanokv train`."""
     torch.manual_seed(seed)
     model = initialise(Transformer(config)).train()
-    optimizers = new_optimizers(model, rate=1.0, decay=0.0)
+    optimizers = new_optimizers(model, rate=1.0, decay=0.0, dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
     cache = NoCache(config.num_hidden_layers)
     for step in range(steps):

@@ -1,9 +1,9 @@
 """The training loop of the bundled model, on the CPU or a GPU.
 
-Muon (Jordan et al. 2024, torch.optim.Muon) trains the hidden matrices, AdamW tables and norms. The
-batch and the learning rate of a step depend on its number alone, so a killed and resumed run ends
-in the same weights. A checkpoint is the weights, the state of the optimizers and the recipe
-(run_folder.py). `export` writes the Hugging Face folder.
+Muon (muon.py) trains the hidden matrices, AdamW tables and norms. The batch and the learning rate
+of a step depend on its number alone, so a killed and resumed run ends in the same weights. A
+checkpoint is the weights, the state of the optimizers and the recipe (run_folder.py). `export`
+writes the Hugging Face folder.
 """
 
 import json
@@ -30,6 +30,7 @@ from nanokv.model import Transformer
 from nanokv.recurrent import GatedDeltaNet, gated_delta_chunks
 from nanokv.school.training.corpus import SECOND, THIRD
 from nanokv.school.training.data import Rows, save_tokenizer, train_tokenizer
+from nanokv.school.training.muon import Muon
 from nanokv.school.training.run_folder import (
     checkpoints,
     damaged,
@@ -165,7 +166,11 @@ class Trainer:
         }
 
     def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        return new_optimizers(self.model, self.recipe.learning_rate, self.recipe.weight_decay)
+        dtype = torch.float32
+        if self.mixed:
+            dtype = torch.bfloat16
+        rate = self.recipe.learning_rate
+        return new_optimizers(self.model, rate, self.recipe.weight_decay, dtype)
 
     def compile(self) -> bool:
         """Compile the layers and the loss with torch.compile. Returns whether that works.
@@ -319,8 +324,10 @@ class Trainer:
         save_tokenizer(self.tokenizer, folder)
 
 
-def new_optimizers(model: Transformer, rate: float, decay: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for everything else."""
+def new_optimizers(
+    model: Transformer, rate: float, decay: float, dtype: torch.dtype
+) -> list[torch.optim.Optimizer]:
+    """Muon in `dtype` for the matrices of the layers, AdamW for everything else."""
     matrices = []
     rest = []
     for name, parameter in model.named_parameters():
@@ -329,7 +336,7 @@ def new_optimizers(model: Transformer, rate: float, decay: float) -> list[torch.
         else:
             rest.append(parameter)
     return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, rate, decay, dtype),
         torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
