@@ -8,20 +8,24 @@ import hashlib
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from corpus_checker import ACCENTS, plain, says
 from nanokv.school.training import (
     acknowledgements,
+    cache_questions,
     corpus,
     firsts,
     hard,
+    nearby,
     scripts,
     small_talk,
     unnamed,
     words,
 )
+from nanokv.school.training.cache_questions import QUESTIONS, YES_OR_NO
 from nanokv.school.training.conversation import Conversation
 from nanokv.school.training.phrases import phrases
 
@@ -371,6 +375,64 @@ def test_all_that_was_told_is_asked_for():
             several += 1
             in_order += known == [kind for kind in told if kind in known]
     assert 40 < unknown < 110 and several > 150 and in_order < several / 2
+
+
+def test_codes_whose_names_share_a_word():
+    """The locker code and the locker number: each question is about one, and the newest value of that one counts."""
+    pairs, asked = set(), Counter()
+    for i in range(300):
+        talk = Conversation(random.Random(f"alike:{i}"), False, corpus.THIRD)
+        nearby.codes_alike(talk)
+        told = {}
+        for user, reply, meaning in exchanges(talk):
+            for name, *values in meaning:
+                if name == "tell" and values[0] in words.CODES:
+                    told[values[0]] = values[1]
+                    assert values[1].lower() in user.lower()
+                if name == "ask" and not reply.get("foreign"):
+                    value = told.get(values[0])
+                    known = f"Your {values[0]} is {value}."
+                    right = known if value else f"You have not told me your {values[0]}."
+                    assert right in reply["content"]
+                    asked[bool(value)] += 1
+        first, second, *_ = told
+        assert set(first.split()) & set(second.split())
+        pairs.add(frozenset((first, second)))
+    assert frozenset(("locker code", "locker number")) in pairs and len(pairs) > 40
+    assert asked[True] > 250 and asked[False] > 30
+
+
+def test_questions_about_caches_are_asked_in_other_words():
+    """Many more wordings than the file has, each with one answer; none of them is held out."""
+    rng = random.Random(0)
+    questions = QUESTIONS + YES_OR_NO
+    hidden = [f" {plain(asked[-1])} " for _, asked in questions]
+    owner = {plain(way): answer for answer, asked in questions for way in asked}
+    written = len(owner)
+    for answer, asked in questions:
+        for way in asked[:-1]:
+            for _ in range(5):
+                text = plain(cache_questions.reworded(rng, way))
+                assert owner.setdefault(text, answer) == answer
+                assert not any(held in f" {text} " for held in hidden)
+    assert len(owner) > 3 * written
+    made = {cache_questions.reworded(rng, "Explain the KV cache.") for _ in range(200)}
+    assert {"Describe the KV cache.", "Please explain the KV-cache."} <= made and len(made) > 20
+
+
+def test_half_of_the_questions_about_caches_have_other_words():
+    """And all of them those of the file in the stages before."""
+    counts = Counter()
+    written = [plain(way) for _, asked in QUESTIONS for way in asked]
+    for stage in (corpus.SECOND, corpus.THIRD):
+        bare = replace(stage, wrappers=("{q}",), foreign=0)
+        for i in range(400):
+            talk = Conversation(random.Random(f"reworded:{i}"), False, bare)
+            talk.style = "written"
+            talk.american = False
+            small_talk.cache_question(talk)
+            counts[stage is corpus.THIRD] += plain(talk.messages[0]["content"]) in written
+    assert counts[False] == 400 and 190 < counts[True] < 300
 
 
 def test_no_sentence_means_two_things():

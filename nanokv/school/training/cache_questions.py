@@ -5,10 +5,13 @@ used in training: the evaluation asks it, to see whether the model understands t
 only learnt the string.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from nanokv.school.training.conversation import Conversation
 from nanokv.school.training.phrases import phrases
 
 _TEXTS = phrases("cache_questions")
@@ -16,6 +19,8 @@ QUESTIONS = tuple((question["answer"], question["asked"]) for question in _TEXTS
 # Words in front that ask for "Do" instead of "Does".
 PLURAL = ("more ", "fewer ", "many ", "twice ", "half ", "larger heads", "smaller heads")
 WRAPPERS, LATER_WRAPPERS, HELD_OUT_WRAPPERS = map(tuple, _TEXTS["wrappers"].values())
+
+ARTICLE = re.compile(r" (?:an?|the)(?= )")
 
 
 def depending() -> dict[str, list[str]]:
@@ -55,6 +60,70 @@ def yes_or_no() -> tuple[tuple[str, list[str]], ...]:
 
 
 YES_OR_NO = yes_or_no()
+
+
+def _plain(text: str) -> str:
+    """The words of the text between spaces, without capitals and marks."""
+    return " ".join(("", *re.findall(r"\w+", text.lower()), ""))
+
+
+def _pattern(group: Sequence[str], start: str = r"(?<![\w-])") -> re.Pattern:
+    """Finds the words of the group, the longest first."""
+    longest_first = sorted(group, key=len, reverse=True)
+    return re.compile(f"{start}(?:{'|'.join(map(re.escape, longest_first))})(?![\\w-])")
+
+
+EXCHANGED = [(_pattern(group, "^"), group) for group in _TEXTS["synonyms"]["begin"]]
+EXCHANGED += [(_pattern(group), group) for group in _TEXTS["synonyms"]["words"]]
+
+
+def _core(phrasing: str) -> str:
+    """The same text for two phrasings that differ only in words that mean the same."""
+    for words, group in EXCHANGED:
+        phrasing = words.sub(group[0], phrasing)
+    return _plain(ARTICLE.sub("", phrasing)).replace(" kv cache", " cache")
+
+
+def _ambiguous() -> set[str]:
+    """The cores that two questions have."""
+    answers: dict[str, set[str]] = defaultdict(set)
+    for answer, asked in QUESTIONS + YES_OR_NO:
+        for phrasing in asked:
+            answers[_core(phrasing)].add(answer)
+    return {core for core, found in answers.items() if len(found) > 1}
+
+
+AMBIGUOUS = _ambiguous()
+HELD_OUT = [_plain(asked[-1]) for _, asked in QUESTIONS + YES_OR_NO]
+
+
+def ask_in(talk: Conversation, phrasing: str) -> str:
+    """The phrasing as the user of this conversation asks it, with the stage's words around it."""
+    reworded_share = talk.stage.reworded  # at 0 nothing is drawn: earlier stages stay as they are
+    if reworded_share and talk.rng.random() < reworded_share:
+        phrasing = reworded(talk.rng, phrasing)
+    return ask(talk.rng, phrasing, talk.stage.wrappers)
+
+
+def reworded(rng: Random, phrasing: str) -> str:
+    """The phrasing with some of its words exchanged for others that mean the same.
+
+    "Explain the KV cache." → "Can you explain the key-value cache." A model that reads one wording
+    of a question only learns the string. No held-out phrasing is made, and none that another
+    question may have too.
+    """
+    if _core(phrasing) in AMBIGUOUS:
+        return phrasing
+    text = phrasing
+    for words, group in EXCHANGED:
+        found = words.search(text)
+        if found and rng.random() < 0.6:
+            text = text[: found.start()] + rng.choice(group) + text[found.end() :]
+    if rng.random() < 0.15:
+        text = ARTICLE.sub("", text, count=1)
+    if any(held_out in _plain(text) for held_out in HELD_OUT):
+        return phrasing
+    return text
 
 
 def ask(rng: Random, phrasing: str, wrappers: Sequence[str] = WRAPPERS) -> str:

@@ -77,6 +77,7 @@ class Stage:
     opened: float = 0  # share of the conversations that begin with one of the openings
     openings: Mapping[Exchange, float] = field(default_factory=dict)
     lengths: tuple[tuple[int, float], ...] = ()  # as data.ROW_LENGTHS, which an empty one means
+    reworded: float = 0  # share of the questions about caches with words of the same meaning
     user_share: float = 0.1  # share of the user's tokens that count in the loss
 
 

@@ -7,11 +7,12 @@ Each docstring of an exchange gives an example: "message of the user" → "answe
 answered by hard.said_again, whatever answer the exchange itself has.
 """
 
+from collections import Counter
 from random import Random
 from typing import Any, NamedTuple
 
 from nanokv.school.training import about_user, lists, sums, words
-from nanokv.school.training.cache_questions import YES_OR_NO, ask
+from nanokv.school.training.cache_questions import YES_OR_NO, ask_in
 from nanokv.school.training.conversation import Conversation, Step, upper_first
 from nanokv.school.training.facts import CODES, FACTS
 from nanokv.school.training.hard import OTHERS
@@ -43,6 +44,9 @@ MOVING = (  # kinds of facts that change; a kind that is here twice is drawn twi
     "instrument",
 )
 ROUND = (20, 25, 30, 40, 50, 60, 100)
+# Words that the names of two codes or more have.
+_WORDS = Counter(word for name in CODES for word in name.split())
+SHARED = [word for word, names in _WORDS.items() if names > 1]
 STEPS = {2: "twos", 3: "threes", 5: "fives", 10: "tens"}
 
 
@@ -55,7 +59,23 @@ def codes(talk: Conversation) -> None:
     "My PIN is 4821." → "So your PIN is 4821."
     """
     rng = talk.rng
-    kinds = rng.sample(list(CODES), rng.choice((1, 2, 2, 3, 3)))
+    _give_and_ask(talk, rng.sample(list(CODES), rng.choice((1, 2, 2, 3, 3))))
+
+
+def codes_alike(talk: Conversation) -> None:
+    """As codes, but the names of two or three share a word, such as locker code and locker number.
+
+    "My locker code is 4821." → "So your locker code is 4821."
+    """
+    rng = talk.rng
+    word = rng.choice(SHARED)
+    kinds = [kind for kind in CODES if word in kind.split()]
+    _give_and_ask(talk, rng.sample(kinds, min(len(kinds), rng.choice((2, 2, 3)))))
+
+
+def _give_and_ask(talk: Conversation, kinds: list[str]) -> None:
+    """The user gives these codes and asks for some of them, now and then for an unknown one."""
+    rng = talk.rng
     if len(kinds) > 1 and rng.random() < 0.4:
         _two_codes(talk, *kinds[:2])
     else:
@@ -325,4 +345,4 @@ def yes_or_no(talk: Conversation) -> None:
     """
     answer, phrasings = talk.rng.choice(YES_OR_NO)
     phrasing = talk.rng.choice(phrasings[:-1])
-    talk.say(ask(talk.rng, phrasing, talk.stage.wrappers), answer, ("cache", answer))
+    talk.say(ask_in(talk, phrasing), answer, ("cache", answer))

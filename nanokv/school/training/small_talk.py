@@ -8,7 +8,7 @@ from random import Random
 
 from nanokv.school.training import words
 from nanokv.school.training.about_user import asked
-from nanokv.school.training.cache_questions import QUESTIONS, ask
+from nanokv.school.training.cache_questions import QUESTIONS, ask_in
 from nanokv.school.training.conversation import Conversation, upper_first
 from nanokv.school.training.phrases import phrases
 
@@ -29,7 +29,7 @@ def cache_question(talk: Conversation) -> None:
     """
     answer, phrasings = talk.rng.choice(QUESTIONS)
     phrasing = talk.rng.choice(phrasings[:-1])
-    talk.say(ask(talk.rng, phrasing, talk.stage.wrappers), answer, ("cache", answer))
+    talk.say(ask_in(talk, phrasing), answer, ("cache", answer))
 
 
 def size_of_caches(talk: Conversation) -> None:
@@ -37,7 +37,7 @@ def size_of_caches(talk: Conversation) -> None:
     sizes = [question for question in QUESTIONS if question[0].startswith("Two times")]
     answer, phrasings = sizes[0]
     phrasing = talk.rng.choice(phrasings[:-1])
-    talk.say(ask(talk.rng, phrasing, talk.stage.wrappers), answer, ("cache", answer))
+    talk.say(ask_in(talk, phrasing), answer, ("cache", answer))
 
 
 def story(talk: Conversation) -> None:
