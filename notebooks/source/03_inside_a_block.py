@@ -182,7 +182,7 @@ course.show(fig, alt="Two lines over the layers, on a log scale. The residual st
             f"read stays between {low:.2f} and {high:.2f} in the median.")
 
 # %% [markdown]
-# The hidden state grows by a factor of <!--fig 03.grow-->24<!--/fig--> from the first layer to the last. The first
+# The hidden state grows by a factor of <!--fig 03.grow-->25<!--/fig--> from the first layer to the last. The first
 # layer alone makes it several times as large. This growth does not reach the input of attention and MLP: after the
 # norm, the size of their input depends only on the norm's weights, for every token.
 
@@ -371,15 +371,15 @@ course.show(fig, alt="Lines over the positions of the text, on a log scale. At "
             + ". The last of these is rounding.")
 
 # %% [markdown]
-# The wrong pairs keep <!--fig 03.pairs.same-->41<!--/fig--> of 100 first choices. Many tokens are determined by their
+# The wrong pairs keep <!--fig 03.pairs.same-->43<!--/fig--> of 100 first choices. Many tokens are determined by their
 # neighbours, and at a small distance the wrong rotation is still close to the right one. The loss shows the
-# damage: <!--fig 03.pairs.loss-->4.23<!--/fig--> instead of <!--fig 03.loss-->2.54<!--/fig-->. At position 0 every
+# damage: <!--fig 03.pairs.loss-->3.99<!--/fig--> instead of <!--fig 03.loss-->2.36<!--/fig-->. At position 0 every
 # variant is exact, because the first token attends only to itself. So a test with a single token passes.
 #
-# The norm after the rotation is the hardest to notice. Its logits are off by up
-# to <!--fig 03.late.gap-->7.2<!--/fig-->, but <!--fig 03.late.same-->86<!--/fig--> of 100 choices stay, and the loss
-# hardly changes (<!--fig 03.late.loss-->2.57<!--/fig-->). Hardly any generated text shows this mistake; a comparison of
-# logits does. Exercise 03.5 asks why its effect is so small.
+# The norm after the rotation is the hardest to notice. Its logits are off
+# by <!--fig 03.late.gap-->7.8<!--/fig--> in the worst case, but <!--fig 03.late.same-->89<!--/fig--> of 100 choices
+# stay, and the loss hardly changes (<!--fig 03.late.loss-->2.37<!--/fig-->). Hardly any generated text shows this
+# mistake; a comparison of logits does. Exercise 03.5 asks why its effect is so small.
 #
 # The last line of the table is not a mistake: with all positions shifted by 1,000 the logits move
 # by <!--fig 03.shift.gap x10-->2e-4<!--/fig-->. That is the rounding of large angles.
@@ -451,7 +451,7 @@ print("largest difference to nanokv's: "
 
 # %% [markdown]
 # The MLP processes each token separately. It computes two vectors; one of them is a gate. `silu(gate)` decides, for
-# each unit and each token, how much of the other vector passes. In <!--fig 03.closed-->31<!--/fig--> percent of the
+# each unit and each token, how much of the other vector passes. In <!--fig 03.closed-->32<!--/fig--> percent of the
 # cases it lets less than a tenth pass. This form is called SwiGLU.
 #
 # Attention and MLP only add to the residual stream. So you can leave one of them out, and the rest still runs. How much
@@ -494,7 +494,7 @@ course.show(fig, alt="Bars for each layer: the loss that is added when its atten
             f"the smallest is {min(min(values) for values in worth.values()):.3f}.")
 
 # %% [markdown]
-# One part matters most: without the first MLP the loss rises by <!--fig 03.dear-->5.1<!--/fig--> nats. The loss is then
+# One part matters most: without the first MLP the loss rises by <!--fig 03.dear-->5.4<!--/fig--> nats. The loss is then
 # as high as that of guessing evenly (<!--fig 03.uniform-->7.6<!--/fig--> nats). The upper layers were trained on the
 # output of the first MLP; they cannot use the embedding alone. In the middle, some parts hardly change the loss. So even a
 # port that lacks a whole part may still write good text.

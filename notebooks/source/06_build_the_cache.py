@@ -183,7 +183,7 @@ course.figure("06.size", size)
 
 # %% [markdown]
 # The largest difference is about <!--fig 06.gap x5-->1e-5<!--/fig-->, on logits of up
-# to <!--fig 06.size-->15<!--/fig-->. That is rounding: products of matrices of a different shape are summed in a
+# to <!--fig 06.size-->16<!--/fig-->. That is rounding: products of matrices of a different shape are summed in a
 # different order. A test that demands a difference of zero fails although the cache is right. A test that compares only
 # texts passes although a cache may be wrong. `nanokv.equality` has a whole suite of such comparisons; exercise 06.3
 # uses it.
@@ -291,7 +291,7 @@ course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves 
 # RoPE tells the model about positions: it rotates each query and each key by angles that grow with the position of its
 # token (notebook 03). Shifting *all* positions by 1000 changes almost nothing: queries and keys are rotated by the same
 # extra angle, and only the distance between them counts. Shifting the answer relative to its prompt does change the
-# logits: by <!--fig 06.one-->1.8<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.6<!--/fig--> if it
+# logits: by <!--fig 06.one-->2.3<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.7<!--/fig--> if it
 # is one too low. One too low means that the first new token has the position of the last prompt token.
 #
 # Does the text change? With a position one too high, <!--fig 06.differ-->0<!--/fig--> of the choices differ. Only a
