@@ -130,7 +130,10 @@ def test_causal_attention_is_causal_over_a_cache_without_a_mask(model, attend):
     with torch.inference_mode():
         got = tried.lm_head(tried(ids[:, 7:12], mine, 7, attend))
     allowed = 1e-6
-    if model.startswith(("int", "bf16")) and any(tried.config.windows):
+    rounded = model.startswith("int")
+    if model.startswith("bf16"):  # red at 1e-6 only on a processor without bf16
+        rounded = not torch.cpu._is_avx512_bf16_supported()
+    if rounded and any(tried.config.windows):
         # A window is masked in two forms, and 8 bits or bf16 round a last bit to a step.
         allowed = MODELS[model]
     assert distance(got, verify_draft(tried, ids[:, 7:12], theirs, 7)) <= allowed

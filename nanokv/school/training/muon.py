@@ -36,9 +36,9 @@ class Muon(torch.optim.Muon):
     def _update(self, matrices: list[Tensor], group: dict) -> None:
         """Update N matrices of one shape (R,C)."""
         directions = torch.stack([self._momentum(matrix, group) for matrix in matrices])  # (N,R,C)
-        a, b, c = group["ns_coefficients"]
+        coefficients = group["ns_coefficients"]
         updates = directions.to(self.dtype)
-        updates = orthogonal(updates, (a, b, c), group["ns_steps"], group["eps"])
+        updates = orthogonal(updates, coefficients, group["ns_steps"], group["eps"])
         rate = group["lr"] * 0.2 * max(matrices[0].shape) ** 0.5
         for matrix, update in zip(matrices, updates, strict=True):
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
@@ -70,13 +70,13 @@ def orthogonal(
 ) -> Tensor:
     """Nearly orthogonal matrices with the singular vectors of these (N,R,C).
 
-    Each singular value s becomes a·s + b·s³ + c·s⁵, `steps` times. With Jordan's coefficients all
-    of them end between 0.5 and 1.5, which trains as well as 1.
+    Each singular value s becomes a·s + b·s³ + c·s⁵, `steps` times. With Jordan's coefficients
+    nearly all of them end between 0.5 and 1.5, which trains as well as 1.
     """
     a, b, c = coefficients
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices  # (N,r,s), r ≤ s: the smaller Gram matrix
-    # At most 1: the largest singular value
+    # Then no singular value is above 1.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT  # (N,r,r)
