@@ -173,7 +173,7 @@ class Matrix(Addressed):
         if self.weight.device.type == "cpu" and self.weight.dtype != dtype:
             kernels = native.kernels()
         if kernels is None:
-            yield 0, self.dense()
+            yield 0, self.dense().to(dtype)
             return
         most = UNPACKED if dtype == self.dtype else WIDENED
         step = max(1, most // self.K)

@@ -523,6 +523,19 @@ def test_many_rows_are_products_of_fp32_where_the_processor_has_none_of_bf16(
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
+def test_a_matrix_that_was_widened_by_the_kernels_is_widened_without_them(monkeypatch, name):
+    """The dtype of the product is kept from the first call; the kernels need not be there at the next."""
+    monkeypatch.setattr(native, "multiplies_bf16", lambda kernels: False)
+    g = torch.Generator().manual_seed(0)
+    matrix = weights.FORMATS[name](torch.randn(37, 96, generator=g).bfloat16())
+    x = torch.randn(140, 96, generator=g)
+    widened = matrix.product(x)
+    monkeypatch.setattr(native, "library", lambda: (None, "torch operators (test)"))
+    assert gap(matrix.product(x), widened) <= (1e-6 if name == "bf16" else 0.004)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
 def test_a_prefill_in_products_of_fp32_agrees_with_one_in_bf16(monkeypatch, name):
     model, ids = small(torch.bfloat16)
     ids, logits = ids.repeat(1, 200 // ids.shape[1]), []  # more than any kernel takes

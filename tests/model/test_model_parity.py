@@ -41,8 +41,9 @@ from oracle import (
 
 pytestmark = pytest.mark.sampled
 
-# Measured 1e-6 with experts, whose gate and up transformers multiplies as one; 6e-7 without.
-KV_TOLERANCE = 2e-6
+# Measured with experts, whose gate and up transformers multiplies as one: 1e-6 with AVX-512, 2.2e-6
+# with AVX2; 6e-7 without experts.
+KV_TOLERANCE = 4e-6
 # Where sums run in another order than in the reference: decode groups G heads into one block, and a chunk multiplies
 # other matrix shapes than the whole. Measured 6e-6 (values up to 6); transformers' own chunks and whole differ as much.
 REORDERED = 1e-5
