@@ -373,11 +373,11 @@ course.show(fig, alt="Lines over the positions of the text, on a log scale. At "
 # %% [markdown]
 # The wrong pairs keep <!--fig 03.pairs.same-->43<!--/fig--> of 100 first choices. Many tokens are determined by their
 # neighbours, and at a small distance the wrong rotation is still close to the right one. The loss shows the
-# damage: <!--fig 03.pairs.loss-->3.99<!--/fig--> instead of <!--fig 03.loss-->2.36<!--/fig-->. At position 0 every
+# damage: <!--fig 03.pairs.loss-->4.00<!--/fig--> instead of <!--fig 03.loss-->2.35<!--/fig-->. At position 0 every
 # variant is exact, because the first token attends only to itself. So a test with a single token passes.
 #
 # The norm after the rotation is the hardest to notice. Its logits are off
-# by <!--fig 03.late.gap-->7.8<!--/fig--> in the worst case, but <!--fig 03.late.same-->89<!--/fig--> of 100 choices
+# by <!--fig 03.late.gap-->7.5<!--/fig--> in the worst case, but <!--fig 03.late.same-->90<!--/fig--> of 100 choices
 # stay, and the loss hardly changes (<!--fig 03.late.loss-->2.37<!--/fig-->). Hardly any generated text shows this
 # mistake; a comparison of logits does. Exercise 03.5 asks why its effect is so small.
 #
@@ -494,7 +494,7 @@ course.show(fig, alt="Bars for each layer: the loss that is added when its atten
             f"the smallest is {min(min(values) for values in worth.values()):.3f}.")
 
 # %% [markdown]
-# One part matters most: without the first MLP the loss rises by <!--fig 03.dear-->5.4<!--/fig--> nats. The loss is then
+# One part matters most: without the first MLP the loss rises by <!--fig 03.dear-->5.3<!--/fig--> nats. The loss is then
 # as high as that of guessing evenly (<!--fig 03.uniform-->7.6<!--/fig--> nats). The upper layers were trained on the
 # output of the first MLP; they cannot use the embedding alone. In the middle, some parts hardly change the loss. So even a
 # port that lacks a whole part may still write good text.

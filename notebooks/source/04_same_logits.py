@@ -231,7 +231,7 @@ course.figure("04.eps", gaps["eps"])
 # %% [markdown]
 # For the first question, <!--fig 04.words-->1<!--/fig--> of the three writes different words. For the second question
 # it is still <!--fig 04.more_words-->1<!--/fig-->. The wrong theta changes the logits
-# by <!--fig 04.theta-->9.0<!--/fig-->, and both its answers are right. The wrong eps writes no wrong word here either,
+# by <!--fig 04.theta-->8.9<!--/fig-->, and both its answers are right. The wrong eps writes no wrong word here either,
 # but its logits change by <!--fig 04.eps-->0.007<!--/fig-->. That is more than a hundred times the rounding of fp32,
 # and a fraction of the rounding of bf16. In bf16 you could not see this error.
 #

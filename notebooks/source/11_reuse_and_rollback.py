@@ -499,7 +499,7 @@ course.show(fig, alt="Three histograms of how many guesses a round keeps, with t
 # When the model repeats its context, a guesser that looks up the earlier continuation is
 # right <!--fig 11.again-->100<!--/fig--> percent of the time, and costs almost nothing. Over all four texts it
 # takes <!--fig 11.ngram-->0.77<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is
-# right more often, but takes <!--fig 11.deep-->1.8<!--/fig--> times as many layer passes as plain decoding: its guesses
+# right more often, but takes <!--fig 11.deep-->1.7<!--/fig--> times as many layer passes as plain decoding: its guesses
 # cost nearly as much as the steps that they save. So a high acceptance rate is not enough; the cost of a guess matters
 # too.
 

@@ -166,7 +166,7 @@ MORE = {  # the exchanges of the third stage, and those of the second that need 
     lists.reverse: 110,
     lists.nth: 180,
     sums.count: 60,
-    sums.refuse: 30,
+    sums.refuse: 110,
     small_talk.cache_question: 380,
     hard.remember: 450,
     hard.begin: 140,
