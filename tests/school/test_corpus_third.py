@@ -402,6 +402,23 @@ def test_codes_whose_names_share_a_word():
     assert asked[True] > 250 and asked[False] > 30
 
 
+def test_sums_of_more_than_two_numbers_are_refused():
+    """However they are written: with signs, in words, as a list."""
+    written, counts = Counter(), Counter()
+    for i in range(400):
+        talk = Conversation(random.Random(f"many:{i}"), False, corpus.THIRD)
+        nearby.refuse_many(talk)
+        ((user, reply, _),) = exchanges(talk)
+        numbers = re.findall(r"\d+", user)
+        counts[len(numbers)] += 1
+        for sign in (" + ", "+", " plus ", ", "):
+            written[sign] += sign in user
+        if not reply.get("foreign"):
+            assert reply["content"] == "I can only add two numbers up to 99."
+    assert set(counts) == {0, 3, 4} and counts[3] > 2 * counts[4] > 0 and counts[0] > 20
+    assert all(count > 40 for count in written.values())
+
+
 def test_questions_about_caches_are_asked_in_other_words():
     """Many more wordings than the file has, each with one answer; none of them is held out."""
     rng = random.Random(0)

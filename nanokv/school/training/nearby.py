@@ -257,6 +257,23 @@ def refuse(talk: Conversation) -> None:
     talk.say(request, ARITHMETIC["answered"][0], ("refuse", "arithmetic"))
 
 
+def refuse_many(talk: Conversation) -> None:
+    """The user asks for the sum of three numbers, now and then of four, or in words.
+
+    "What is 7 + 1 + 46?" → "I can only add two numbers up to 99."
+    """
+    rng = talk.rng
+    largest = rng.choice((9, 20, 99))
+    said = sums.speller(rng.random() < 0.1)
+    *first, last = (said(rng.randint(0, largest)) for _ in range(rng.choice((3, 3, 3, 4))))
+    if rng.random() < 0.3:
+        request = rng.choice(ARITHMETIC["listed"]).format(s=", ".join(first), z=last)
+    else:
+        request = rng.choice(ARITHMETIC["many"]).format(s=" + ".join(first), z=last)
+        request = request.replace(" + ", rng.choice((" + ", "+", " plus ")))
+    talk.say(request, ARITHMETIC["answered"][0], ("refuse", "arithmetic"))
+
+
 def hundreds(n: int) -> str:
     """0 to 999 in words: one hundred and five."""
     if n < 100:
