@@ -64,6 +64,7 @@ COVERS = {
     "other counts": "to one number, downwards without the word, below zero, by steps, up to 100",
     "sums": "0 … 99 + 0 … 99, in digits or in words",
     "other arithmetic refused": "differences, products, three numbers, numbers above 99",
+    "longer sums refused": "of three or four numbers, in digits or in words",
     "cache questions": "a trained phrasing, inside words that never surround it in training",
     "cache questions, new phrasing": "a phrasing that is not in the training",
     "facts without names": "“I have a cat”: its name is unknown, the cat is known; new phrasings",

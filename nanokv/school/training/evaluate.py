@@ -265,6 +265,7 @@ TASKS: dict[str, Make] = {
     "other counts": _from_segment(nearby.count),
     "sums": _from_segment(sums.add, _behind("= "), r"\d+ \+ \d+ = ", digits),
     "other arithmetic refused": _from_segment(sums.refuse),
+    "longer sums refused": _from_segment(nearby.refuse_many),
     "cache questions": cache_case,
     "cache questions, new phrasing": new_phrasing_case,
     "facts without names": _stranger(stranger_cases.unnamed_case),
