@@ -10,9 +10,11 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -311,6 +313,16 @@ def lab_flags(*settings: str) -> list[str]:
     return shlex.split(line.split("/jupyter lab ")[1])
 
 
+def answers(address: str) -> bool:
+    """Whether someone listens at the host and port of this address."""
+    parts = urllib.parse.urlsplit(address)
+    try:
+        socket.create_connection((parts.hostname, parts.port), timeout=1).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "seen"), [((), False), (("HIDDEN=",), True)])
 def test_the_lab_opens_the_first_notebook_and_lists_no_solutions(tmp_path, settings, seen):
@@ -340,6 +352,9 @@ def test_the_lab_opens_the_first_notebook_and_lists_no_solutions(tmp_path, setti
                 f"{address}{path}{'&' if '?' in path else '?'}token=secret", timeout=30
             )
 
+        while not answers(address):  # its file is there before it listens
+            assert server.poll() is None and time.monotonic() < end, "JupyterLab does not listen"
+            time.sleep(0.1)
         names = {entry["name"] for entry in json.load(get("api/contents/"))["content"]}
         assert {"00_the_bridge.ipynb", "README.md", "glossary.md"} < names
         assert len(names.intersection(HIDDEN[:3])) == 3 * seen

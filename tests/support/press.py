@@ -2,13 +2,15 @@
 
 usage: python press.py plain|fast. It reads lines "CHUNK PROMPT" from stdin, and for each of them prints `begun` when
 the prompt is being read or, where the prompt is one token, when the first token is there; then, once the answer was
-stopped, the monotonic time and the tokens in the cache. SIGINT is handled as in the chat.
+stopped, the monotonic time, the tokens in the cache, the new tokens, and how many seconds one product of an MLP takes
+for as many tokens. SIGINT is handled as in the chat.
 """
 
 import sys
 import time
 
 import torch
+import torch.nn.functional as F
 
 from nanokv.apps.cli.common import speed, terminal
 from nanokv.apps.cli.common.options import CacheOptions, ModelOptions, OutputOptions
@@ -17,8 +19,21 @@ from nanokv.apps.cli.common.random_model import load_random
 from nanokv.decoding.generation import Generation
 
 
+def one_product(chunk: int) -> float:
+    """Seconds of torch's product of a chunk with the widest matrix of the model, the better of two."""
+    x = torch.ones(chunk, 1024, dtype=torch.bfloat16)
+    weight = torch.ones(3072, 1024, dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(2):
+        begun = time.monotonic()
+        F.linear(x, weight)
+        seconds.append(time.monotonic() - begun)
+    return min(seconds)
+
+
 def answer(loaded, model, chunk: int, prompt: int):
     """Until Ctrl-C, which nothing may have swallowed."""
+    product = one_product(min(chunk, prompt))
     ids = torch.randint(0, 1000, (prompt,), generator=torch.Generator().manual_seed(0))
     cache = loaded.make_cache()
     with terminal.Interrupt() as stop:
@@ -31,7 +46,7 @@ def answer(loaded, model, chunk: int, prompt: int):
                 print("begun", flush=True)
     now = time.monotonic()
     assert generation.finish_reason == "interrupted" and not torch.is_inference_mode_enabled()
-    print(now, cache.length, len(generation.tokens), flush=True)
+    print(now, cache.length, len(generation.tokens), product, flush=True)
 
 
 def main():
