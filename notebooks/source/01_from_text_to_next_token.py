@@ -237,8 +237,8 @@ course.show(fig, alt="Bars for the eight likeliest first tokens and for all othe
 
 # %% [markdown]
 # The last group of bars is the problem. Each of the other tokens is unlikely, but there are many of them. At
-# temperature `2` they have <!--fig 01.others-->85<!--/fig--> percent together, at `0.5`
-# only <!--fig 01.others.half-->2.4<!--/fig-->. *Top-p* removes them: it keeps the likeliest tokens until their
+# temperature `2` they have <!--fig 01.others-->86<!--/fig--> percent together, at `0.5`
+# only <!--fig 01.others.half-->3.2<!--/fig-->. *Top-p* removes them: it keeps the likeliest tokens until their
 # probabilities reach `p` together, and drops all others. We let the model begin twelve stories with each setting:
 
 # %%
@@ -262,8 +262,8 @@ course.figure("01.mild", likely[1.0, 1.0])
 
 # %% [markdown]
 # The higher the temperature, the more beginnings contain broken words. At 1.5 the mean log-probability of a token
-# is <!--fig 01.hot x1.3-->-4.6<!--/fig-->. With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-4.2<!--/fig-->, because
-# the least likely tokens are no longer drawn. At temperature 1 it is <!--fig 01.mild x1.3-->-1.1<!--/fig-->. Top-p does
+# is <!--fig 01.hot x1.3-->-4.6<!--/fig-->. With top-p `0.9` it is <!--fig 01.hot.cut x1.3-->-3.6<!--/fig-->, because
+# the least likely tokens are no longer drawn. At temperature 1 it is <!--fig 01.mild x1.3-->-1.4<!--/fig-->. Top-p does
 # not prevent every broken word. At a high temperature the probability is spread over many tokens, and the most likely
 # 90 percent still include pieces that break words.
 #
@@ -296,9 +296,9 @@ course.show(fig, alt=f"A bar for each token of a story. {sure:.0f} percent of th
             "possible.")
 
 # %% [markdown]
-# For <!--fig 01.sure-->69<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability.
+# For <!--fig 01.sure-->73<!--/fig--> percent of the tokens one choice has more than nine tenths of the probability.
 # Most of these tokens complete a word or a phrase. At the place with the most choice, the model chooses among the
-# equivalent of <!--fig 01.freest-->1,255<!--/fig--> equally likely tokens. The same temperature applies to both kinds
+# equivalent of <!--fig 01.freest-->1,315<!--/fig--> equally likely tokens. The same temperature applies to both kinds
 # of places. So a low temperature varies a story, and a higher one also breaks words.
 
 # %% [markdown]

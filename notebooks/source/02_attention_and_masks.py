@@ -205,8 +205,8 @@ course.show(fig, alt="Three attention maps of layer 0. Mask added: nothing above
             f"mask: filled, with {100 * first['none']:.0f} percent of the first row.")
 
 # %% [markdown]
-# Here <!--fig 02.first-->23<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
-# 160 tokens it is <!--fig 02.first.longer-->59<!--/fig-->, because every forbidden token adds its `e⁰`. How does the
+# Here <!--fig 02.first-->24<!--/fig--> percent of the attention of the first token goes to later tokens. In a text of
+# 160 tokens it is <!--fig 02.first.longer-->60<!--/fig-->, because every forbidden token adds its `e⁰`. How does the
 # leak affect the model? We measure the loss on a conversation with words that the model never saw, count the first
 # choices that stay the same, and read the answer.
 
@@ -243,10 +243,10 @@ course.figure("02.loss.none", losses["none"])
 course.figure("02.choices", choices["multiplied"])
 
 # %% [markdown]
-# The loss goes from <!--fig 02.loss-->2.355<!--/fig-->
-# to <!--fig 02.loss.multiplied-->2.361<!--/fig-->, <!--fig 02.choices-->98<!--/fig--> of 100 first choices are the
+# The loss goes from <!--fig 02.loss-->2.307<!--/fig-->
+# to <!--fig 02.loss.multiplied-->2.313<!--/fig-->, <!--fig 02.choices-->98<!--/fig--> of 100 first choices are the
 # same, and so is the answer. The first token gives most of its attention to later ones; few other tokens leak much.
-# With no mask at all the name is right too, and the loss even falls, to <!--fig 02.loss.none-->1.856<!--/fig-->,
+# With no mask at all the name is right too, and the loss even falls, to <!--fig 02.loss.none-->1.850<!--/fig-->,
 # because each token of the text sees the one that it has to predict.
 #
 # How can you notice such a leak? In a causal model an *earlier* output cannot depend on a later input. So change the
@@ -454,11 +454,11 @@ course.show(fig, alt="Two curves over the factor on the scores. The loss is low 
 
 # %% [markdown]
 # It is <!--fig 02.spread.root-->1.7<!--/fig--> tokens: attention almost selects a single token. The loss
-# is <!--fig 02.loss.root-->3.10<!--/fig-->. A model needs roughly the scale with which it was trained. At `0.8` the
-# loss is hardly higher, <!--fig 02.loss.less-->2.367<!--/fig-->, and for <!--fig 02.better x1.3-->17<!--/fig-->
+# is <!--fig 02.loss.root-->3.06<!--/fig-->. A model needs roughly the scale with which it was trained. At `0.8` the
+# loss is hardly higher, <!--fig 02.loss.less-->2.313<!--/fig-->, and for <!--fig 02.better x1.3-->13<!--/fig-->
 # of <!--fig 02.talks-->30<!--/fig--> other texts it is lower than with the right scale. Too small a scale does more
-# harm than too large a one: with half the scores the loss is <!--fig 02.loss.half-->2.73<!--/fig-->, with double
-# scores <!--fig 02.loss.double-->2.59<!--/fig-->.
+# harm than too large a one: with half the scores the loss is <!--fig 02.loss.half-->2.70<!--/fig-->, with double
+# scores <!--fig 02.loss.double-->2.57<!--/fig-->.
 #
 # A missing root shows in the loss at once, so it gets found. A multiplied mask does not.
 

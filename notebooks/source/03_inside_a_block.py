@@ -182,7 +182,7 @@ course.show(fig, alt="Two lines over the layers, on a log scale. The residual st
             f"read stays between {low:.2f} and {high:.2f} in the median.")
 
 # %% [markdown]
-# The hidden state grows by a factor of <!--fig 03.grow-->25<!--/fig--> from the first layer to the last. The first
+# The hidden state grows by a factor of <!--fig 03.grow-->24<!--/fig--> from the first layer to the last. The first
 # layer alone makes it several times as large. This growth does not reach the input of attention and MLP: after the
 # norm, the size of their input depends only on the norm's weights, for every token.
 
@@ -373,16 +373,16 @@ course.show(fig, alt="Lines over the positions of the text, on a log scale. At "
 # %% [markdown]
 # The wrong pairs keep <!--fig 03.pairs.same-->43<!--/fig--> of 100 first choices. Many tokens are determined by their
 # neighbours, and at a small distance the wrong rotation is still close to the right one. The loss shows the
-# damage: <!--fig 03.pairs.loss-->4.00<!--/fig--> instead of <!--fig 03.loss-->2.35<!--/fig-->. At position 0 every
+# damage: <!--fig 03.pairs.loss-->3.94<!--/fig--> instead of <!--fig 03.loss-->2.31<!--/fig-->. At position 0 every
 # variant is exact, because the first token attends only to itself. So a test with a single token passes.
 #
 # The norm after the rotation is the hardest to notice. Its logits are off
-# by <!--fig 03.late.gap-->7.5<!--/fig--> in the worst case, but <!--fig 03.late.same-->90<!--/fig--> of 100 choices
-# stay, and the loss hardly changes (<!--fig 03.late.loss-->2.37<!--/fig-->). Hardly any generated text shows this
+# by <!--fig 03.late.gap-->8.7<!--/fig--> in the worst case, but <!--fig 03.late.same-->87<!--/fig--> of 100 choices
+# stay, and the loss hardly changes (<!--fig 03.late.loss-->2.31<!--/fig-->). Hardly any generated text shows this
 # mistake; a comparison of logits does. Exercise 03.5 asks why its effect is so small.
 #
 # The last line of the table is not a mistake: with all positions shifted by 1,000 the logits move
-# by <!--fig 03.shift.gap x10-->2e-4<!--/fig-->. That is the rounding of large angles.
+# by <!--fig 03.shift.gap x10-->3e-4<!--/fig-->. That is the rounding of large angles.
 #
 # Can you see the wrong pairs in an answer?
 

@@ -188,8 +188,8 @@ course.figure("04.to_half", to_half)
 course.figure("04.ratio", noise_half / noise)
 
 # %% [markdown]
-# In fp32, rounding moves the logits by about <!--fig 04.noise x4-->1e-5<!--/fig-->, in bf16
-# by <!--fig 04.noise_half x4-->0.16<!--/fig-->: about <!--fig 04.ratio x5-->13,000<!--/fig--> times as much. For a
+# In fp32, rounding moves the logits by about <!--fig 04.noise x4-->2e-5<!--/fig-->, in bf16
+# by <!--fig 04.noise_half x4-->0.14<!--/fig-->: about <!--fig 04.ratio x5-->8,200<!--/fig--> times as much. For a
 # single number, sixteen bits fewer make the rounding error `2**16 = 65,536` times as large. How much of this factor
 # reaches the logits depends on the sums in between.
 #
@@ -231,7 +231,7 @@ course.figure("04.eps", gaps["eps"])
 # %% [markdown]
 # For the first question, <!--fig 04.words-->1<!--/fig--> of the three writes different words. For the second question
 # it is still <!--fig 04.more_words-->1<!--/fig-->. The wrong theta changes the logits
-# by <!--fig 04.theta-->8.9<!--/fig-->, and both its answers are right. The wrong eps writes no wrong word here either,
+# by <!--fig 04.theta-->8.7<!--/fig-->, and both its answers are right. The wrong eps writes no wrong word here either,
 # but its logits change by <!--fig 04.eps-->0.007<!--/fig-->. That is more than a hundred times the rounding of fp32,
 # and a fraction of the rounding of bf16. In bf16 you could not see this error.
 #

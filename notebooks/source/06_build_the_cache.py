@@ -291,11 +291,11 @@ course.show(fig, alt="Bars on a log scale. Shifting all positions by 1000 moves 
 # RoPE tells the model about positions: it rotates each query and each key by angles that grow with the position of its
 # token (notebook 03). Shifting *all* positions by 1000 changes almost nothing: queries and keys are rotated by the same
 # extra angle, and only the distance between them counts. Shifting the answer relative to its prompt does change the
-# logits: by <!--fig 06.one-->2.3<!--/fig--> if the position is one too high, by <!--fig 06.low-->1.8<!--/fig--> if it
+# logits: by <!--fig 06.one-->2.3<!--/fig--> if the position is one too high, by <!--fig 06.low-->2.0<!--/fig--> if it
 # is one too low. One too low means that the first new token has the position of the last prompt token.
 #
 # Does the text change? With a position one too high, <!--fig 06.differ-->0<!--/fig--> of the choices differ. Positions
-# that restart at 0 move the logits much more, and change <!--fig 06.restart-->0<!--/fig--> of the tokens. A bug that
+# that restart at 0 move the logits much more, and change <!--fig 06.restart-->2<!--/fig--> of the tokens. A bug that
 # you cannot see in this text still changes every probability, and it can change the words of another prompt or of a
 # longer answer. That is why the caller states the position *and* nanokv checks it against the cache.
 

@@ -150,7 +150,7 @@ course.show(fig, alt="One row per bug, one column per step of the answer, bright
 course.figure("07.loudest", max(single[loudest].deltas))
 
 # %% [markdown]
-# In the plot, the worst bug without a wrong word changes a logit by <!--fig 07.loudest-->16<!--/fig-->. Every word is
+# In the plot, the worst bug without a wrong word changes a logit by <!--fig 07.loudest-->17<!--/fig-->. Every word is
 # still right, because the largest logit stayed the largest. If two logits were closer together, the word would change.
 # So do not judge a cache by its text. Compare its logits with those of a run without a cache.
 

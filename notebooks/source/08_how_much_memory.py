@@ -321,8 +321,8 @@ course.figure("08.talk_down", surprise[1])
 # takes <!--fig 08.up-->3<!--/fig--> times the bytes. So a cache that stores keys for *query* heads gives right answers
 # and wastes memory. A comparison of answers cannot find this mistake; a measurement of bytes can. Averaged heads
 # take <!--fig 08.down-->2<!--/fig--> times fewer bytes, but the result is a different model: the logits change
-# by <!--fig 08.moved_down-->19<!--/fig-->, and the loss of the talk rises from <!--fig 08.talk-->0.57<!--/fig-->
-# to <!--fig 08.talk_down-->0.77<!--/fig-->. The name may still be right, so one right answer does not show that the
+# by <!--fig 08.moved_down-->20<!--/fig-->, and the loss of the talk rises from <!--fig 08.talk-->0.59<!--/fig-->
+# to <!--fig 08.talk_down-->0.81<!--/fig-->. The name may still be right, so one right answer does not show that the
 # model is the same. The number of KV heads is chosen *before* training. A change later requires some more training, as
 # Ainslie and others showed.
 

@@ -171,7 +171,7 @@ course.show(fig, alt=f"Three masks for a chunk of {T} queries after {held} cache
 # With the right mask every split gives the logits of the whole prompt, up to rounding
 # (<!--fig 11.chunk x5-->2e-5<!--/fig-->). With the top-left mask, a token of a later chunk sees only the first few
 # keys. It does not see most of the cache, nor itself: the logits are off
-# by about <!--fig 11.topleft-->26<!--/fig--> or more. Without a mask they are off by
+# by about <!--fig 11.topleft-->22<!--/fig--> or more. Without a mask they are off by
 # about <!--fig 11.nomask x1.2-->2.1<!--/fig--> or more, because each token of a chunk sees the tokens after it. Both
 # wrong masks pass a test that feeds one token at a time (the first column). The top-left mask also passes a test that
 # feeds everything at once (the last column). So test a cache with *several* splits.
@@ -498,8 +498,8 @@ course.show(fig, alt="Three histograms of how many guesses a round keeps, with t
 # %% [markdown]
 # When the model repeats its context, a guesser that looks up the earlier continuation is
 # right <!--fig 11.again-->100<!--/fig--> percent of the time, and costs almost nothing. Over all four texts it
-# takes <!--fig 11.ngram-->0.77<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is
-# right more often, but takes <!--fig 11.deep-->1.7<!--/fig--> times as many layer passes as plain decoding: its guesses
+# takes <!--fig 11.ngram-->0.76<!--/fig--> of the layer passes of plain decoding. The guesser with all layers but one is
+# right more often, but takes <!--fig 11.deep-->1.6<!--/fig--> times as many layer passes as plain decoding: its guesses
 # cost nearly as much as the steps that they save. So a high acceptance rate is not enough; the cost of a guess matters
 # too.
 

@@ -171,7 +171,7 @@ course.show(fig, alt=f"Two rectangles of {B} rows: prompts blue, padding grey, n
 # Padded on the right, <!--fig 12.right-->1<!--/fig--> of four answers stays the same, the one to the longest prompt. In
 # all other rows the *last column* is padding, so the next token is chosen after the padding. Padded on the left without
 # a mask, <!--fig 12.leftsame-->3<!--/fig--> answers are the same. That is worse, because the error is easy to miss: the
-# logits are off by <!--fig 12.left-->1.5<!--/fig-->, since every token also sees the padding. (The shifted positions
+# logits are off by <!--fig 12.left-->1.8<!--/fig-->, since every token also sees the padding. (The shifted positions
 # alone would do no harm: notebook 06.) With the padding masked the difference is
 # rounding, <!--fig 12.masked x5-->1e-5<!--/fig-->.
 

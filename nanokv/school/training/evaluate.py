@@ -47,6 +47,7 @@ TARGETS = {
     "reverse": 0.95,
     "count": 0.97,
     "sums": 0.97,
+    "longer sums refused": 0.90,
     "cache questions": 0.97,
     "facts without names": 0.95,
     "other assistants": 0.95,
