@@ -2,7 +2,8 @@
 
 The models have Qwen3-0.6B's shapes and run in a process of their own (press.py), which gets real signals. The longest
 single operator of torch is what one may have to wait for, as Python hears signals between two of them. A processor
-without bf16 instructions takes 0.7 s for one product of 2,048 tokens; there one product is the limit.
+without bf16 instructions takes 0.7 s for one product of 2,048 tokens; there one product is the limit of
+the plain model.
 """
 
 import random
@@ -35,7 +36,9 @@ def process(request):
     assert process.wait(60) == 0
 
 
-def waits(process, chunk: int, prompt: int, longest: float, presses: int = 5):
+def waits(
+    process, chunk: int, prompt: int, longest: float, presses: int = 5
+) -> tuple[list[float], float]:
     """Seconds from a press to the answer, sorted, and the limit for their median.
 
     Each press comes at a moment drawn by lot, up to `longest` seconds.
