@@ -49,7 +49,7 @@ def test_what_is_run_and_what_is_left_out_are_all_there_is(request):
         assert all(item.get_closest_marker("slow") for item in rest)
         assert not any(item.get_closest_marker("slow") for item in chosen)
         by_day = [item for item in rest if not item.get_closest_marker("night")]
-        assert len(by_day) + len(night) == len(rest) and (not night or 3 * len(by_day) >= len(rest))
+        assert len(by_day) + len(night) == len(rest) and len(by_day) >= len(rest) // 6
         later = {pair for item in night for pair in sampling.values_of(item).items()}
         assert later <= {pair for item in by_day for pair in sampling.values_of(item).items()}
         left_out = {pair for item in rest for pair in sampling.values_of(item).items()}
@@ -80,7 +80,7 @@ def test_the_rest_is_slow_and_the_sample_is_not(pytester):
     assert (done.countoutcomes(), len(left_out)) == ([8 + 1, 0, 0], 4 + 5 + 1)
 
 
-def test_of_many_combinations_the_night_runs_two_thirds(pytester):
+def test_of_many_combinations_the_night_runs_most(pytester):
     pytester.makepyfile("""
         import pytest
 
@@ -93,7 +93,7 @@ def test_of_many_combinations_the_night_runs_two_thirds(pytester):
     for marks in ("not slow", "slow and not night", "night"):
         flags = "-p", "sampling", "-m", marks, "-p", "no:anyio", "-W", "ignore"
         counts.append(pytester.inline_run(*flags).countoutcomes()[0])
-    assert sum(counts) == 100 and counts[0] == 10 and 30 <= counts[1] <= 40
+    assert sum(counts) == 100 and counts[0] == 10 and 15 <= counts[1] <= 25
 
 
 def test_a_serial_test_is_alone_and_is_not_passed_by(tmp_path, monkeypatch):

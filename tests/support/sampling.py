@@ -2,7 +2,7 @@
 
 A file with `pytestmark = pytest.mark.sampled` (or one test with the mark) says that its parameters are lists whose
 product is tried: cache × path × model. `make test` runs a sample in which each value of each parameter occurs. What it
-leaves out is marked slow: `make check` runs a second such sample and a third of the rest, and `make night` what is left
+leaves out is marked slow: `make check` runs a second such sample and a sixth of the rest, and `make night` what is left
 then. Few combinations are not left to the night. `pytest tests/test_x.py` alone runs all.
 """
 
@@ -57,11 +57,11 @@ def values_of(item) -> dict[tuple, tuple]:
 
 
 def nightly(rest: list, test: str) -> list:
-    """Of the rest what repeats: neither in a second sample nor in a third that the seed draws."""
+    """Of the rest what repeats: neither in a second sample nor in a sixth that the seed draws."""
     if len(rest) <= FEW:
         return []
     by_day = set(sample([values_of(case) for case in rest], test + " by day"))
-    by_day |= set(random.Random(test).sample(range(len(rest)), len(rest) // 3))
+    by_day |= set(random.Random(test).sample(range(len(rest)), len(rest) // 6))
     return [case for i, case in enumerate(rest) if i not in by_day]
 
 
