@@ -270,15 +270,8 @@ def test_batches_depend_on_their_number_alone():
 
 
 def test_rows_are_short_at_first_and_long_later():
-    """Curriculum: rows up to 512 tokens; the whole context; every exchange; in smaller batches those of the third."""
-    recipe = Recipe(
-        steps=8,
-        tokens_per_batch=2048,
-        long_rows_from=2,
-        second_from=4,
-        third_from=6,
-        third_share=0.5,
-    )
+    """Curriculum: rows up to 512 tokens; the whole context; every exchange; those of the third stage too."""
+    recipe = Recipe(steps=8, tokens_per_batch=2048, long_rows_from=2, second_from=4, third_from=6)
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     assert {length for length, _ in run.short.lengths} == {64, 128, 256, 512}
     sources = [rows for _, rows in sorted(run.sources.items())]
@@ -286,7 +279,7 @@ def test_rows_are_short_at_first_and_long_later():
     assert 2048 in dict(run.long.lengths)
     assert [rows.stage for rows in sources[:3]] == [corpus.FIRST, corpus.FIRST, corpus.SECOND]
     assert sources[3].stage is corpus.THIRD
-    assert [rows.tokens_per_batch for rows in sources] == [2048, 2048, 2048, 1024]
+    assert {rows.tokens_per_batch for rows in sources} == {2048}
     assert sources[3].lengths == list(corpus.THIRD.lengths)
     used, batch = [], run.short.batch(0)
     for i, rows in enumerate(sources):
@@ -513,64 +506,21 @@ def test_every_parameter_is_trained_by_exactly_one_optimizer():
 
 
 @pytest.mark.parametrize("steps", [Recipe.steps, 20_000, 700])
-def test_the_rate_warms_up_and_ends_near_zero_twice(steps):
-    """Up, then down in one straight line, and down in another one in the third stage; any length looks alike."""
+def test_the_rate_warms_up_and_ends_near_zero(steps):
+    """Up, then down in one straight line through all stages; a run of any length looks alike."""
     recipe = Recipe().scaled(steps)
     rates = [recipe.rate(step) for step in range(steps)]
-    warm, third = recipe.warmup, recipe.third_from
+    warm = recipe.warmup
     assert rates[0] == 1 / warm and max(rates) == rates[warm] == 1
-    assert rates[third - 1] == 1 / (third - warm)
-    assert [one - other for one, other in pairwise(rates[warm:third])] == pytest.approx(
-        [rates[third - 1]] * (third - warm - 1)
+    assert rates[-1] == 1 / (steps - warm)
+    assert [one - other for one, other in pairwise(rates[warm:])] == pytest.approx(
+        [rates[-1]] * (steps - warm - 1)
     )
     assert [other - one for one, other in pairwise(rates[:warm])] == pytest.approx(
         [rates[0]] * (warm - 1)
     )
-    assert rates[third] == pytest.approx(recipe.third_rate) and rates[-1] == pytest.approx(
-        recipe.third_rate / (steps - third)
-    )
-    assert [one - other for one, other in pairwise(rates[third:])] == pytest.approx(
-        [rates[-1]] * (steps - third - 1)
-    )
     for name in ("warmup", "long_rows_from", "second_from", "third_from"):
         assert abs(getattr(recipe, name) / steps - getattr(Recipe, name) / Recipe.steps) < 1e-3
-
-
-def test_the_first_two_stages_have_the_rate_that_they_had():
-    """A third stage behind them changes none of their steps."""
-    recipe = Recipe()
-    assert [recipe.rate(step) for step in (0, 75, 6299)] == [1 / 75, 1, 1 / 6225]
-    assert {recipe.batch(step) for step in (0, 6299)} == {8192} and recipe.batch(6300) == 4096
-    assert recipe.tokens(6300) == 6300 * 8192 and recipe.tokens(6310) == 6300 * 8192 + 10 * 4096
-    assert Recipe(steps=40, tokens_per_batch=64, third_from=20).batch(20) == 64  # one short row
-
-
-def test_the_third_stage_begins_with_new_optimizers():
-    """So it can begin with stored weights, and goes on with its own."""
-    recipe = Recipe(steps=4, tokens_per_batch=256, second_from=1, third_from=2)
-    run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
-    seen = []
-    for _ in range(4):
-        run.train_step()
-        seen.append(run.optimizers)
-    assert seen[0] is seen[1] and seen[2] is seen[3] and seen[1] is not seen[2]
-    assert {int(state["step"]) for state in seen[3][1].state.values()} == {2}
-
-
-def test_the_third_stage_begins_with_the_weights_of_a_finished_model(tmp_path):
-    """As the bundled one was made: the weights of the folder, the third stage's batches, nothing before."""
-    recipe = Recipe(steps=4, tokens_per_batch=256, second_from=1, third_from=2)
-    made = Trainer(Recipe(seed=7), config=SMALL, tokenizer=small_tokenizer())
-    made.export(tmp_path)
-    runs = [Trainer(recipe, config=SMALL, tokenizer=small_tokenizer()) for _ in range(2)]
-    for run in runs:
-        run.start_third(tmp_path)
-        assert run.step == 2
-        for name, weight in run.weights().items():
-            assert torch.equal(weight, made.weights()[name].bfloat16().float())
-    assert runs[0].train_step() == runs[1].train_step() and runs[0].rows().stage is corpus.THIRD
-    runs[0].train_step()
-    assert runs[0].step == recipe.steps
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
@@ -718,10 +668,7 @@ def test_what_a_run_leaves(finished):
     ]
     lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["tokens"] for line in lines] == [
-        *range(256, 7 * 256 + 1, 256),
-        *range(1920, 2433, 128),
-    ]
+    assert [line["tokens"] for line in lines] == list(range(256, STEPS * 256 + 1, 256))
     assert [line["step"] for line in lines if "validation" in line] == [4, 8, 12]
     picture = (finished / "loss.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n" and len(picture) > 10_000
@@ -927,7 +874,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
 
 
 @pytest.mark.parametrize(
-    ("steps", "cases"), [(1, 5), (6, 5), (1130, 10), (5650, 50), (11300, 100), (12000, 100)]
+    ("steps", "cases"), [(1, 5), (6, 5), (1260, 10), (6300, 50), (12600, 100), (13000, 100)]
 )
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.apps.cli.commands.train import cases_after

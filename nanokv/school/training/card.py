@@ -31,12 +31,11 @@ The cache takes {kv:,} bytes per token in fp32.
 ## Training
 
 `nanokv train` {makes} from scratch: seed {seed}, {steps:,} steps of {tokens_per_batch:,}
-tokens, from step {third_from:,} on of {third:,} ({tokens:.1f} M in all), Muon and AdamW, rows of 64
-to 2,048 tokens, loss on the answers and on one in ten of the users' tokens. From step
-{second_from:,} on the conversations have every kind of exchange. From step {third_from:,} on they
-also have the usual first sentences of a chat, facts without names, emoji and other scripts, and
-answers of other assistants. These do not count in the loss, and of the users' tokens three in a
-hundred do; that stage begins with new optimizers.
+tokens ({tokens:.1f} M in all), Muon and AdamW, rows of 64 to 2,048 tokens, loss on the answers and
+on one in ten of the users' tokens. From step {second_from:,} on the conversations have every kind
+of exchange. From step {third_from:,} on they also have the usual first sentences of a chat, facts
+without names, emoji and other scripts, and answers of other assistants. These do not count in the
+loss, and of the users' tokens three in a hundred do.
 The corpus is synthetic: a seeded generator writes all conversations, without text by other authors.
 One in eight of its names and nouns is held out of training.
 {made}
@@ -121,8 +120,7 @@ def _head(config: Config, recipe: Recipe, report: dict, made: str) -> str:
         cases=report["cases"],
         first=report["seeds"][0],
         count=len(report["seeds"]),
-        tokens=recipe.tokens(recipe.steps) / 1e6,
-        third=recipe.batch(recipe.third_from),
+        tokens=recipe.steps * recipe.tokens_per_batch / 1e6,
         made=made,
         **vars(config),
         **vars(recipe),

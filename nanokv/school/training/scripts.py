@@ -36,7 +36,7 @@ PICTURES: tuple[Block, ...] = (
     (0x1F900, 0x1F9FF),
 )
 DECORATED: dict[Callable, float] = {  # exchange with emoji → how often
-    firsts.first: 10,
+    firsts.first: 16,
     small_talk.small_talk: 5,
     about_user.tell: 5,
     about_user.recall: 5,

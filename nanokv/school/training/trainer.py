@@ -39,7 +39,7 @@ from nanokv.school.training.run_folder import (
     read_state,
     saving,
 )
-from weights_loader import names, writing
+from weights_loader import writing
 
 VOCAB_SIZE = 2048
 SHORTEST = 64  # tokens per row, and the fewest per batch
@@ -81,42 +81,25 @@ HYBRID = replace(
 class Recipe:
     """The settings of a run. With the code and the machine's arithmetic they decide the weights."""
 
-    steps: int = 11300
+    steps: int = 12600
     seed: int = 0
-    tokens_per_batch: int = 8192
+    tokens_per_batch: int = 4096
     learning_rate: float = 3e-3
     warmup: int = 75
     weight_decay: float = 0.1
     clip: float = 1.0
-    long_rows_from: int = 1100  # first step with rows of more than 512 tokens
-    second_from: int = 1500  # first step of the second stage (corpus.SECOND)
-    third_from: int = 6300  # first step of the third stage (corpus.THIRD)
-    third_rate: float = 0.4  # factor of the learning rate at that step
-    third_share: float = 0.5  # share of tokens_per_batch in the third stage
+    long_rows_from: int = 1600  # first step with rows of more than 512 tokens
+    second_from: int = 2000  # first step of the second stage (corpus.SECOND)
+    third_from: int = 5000  # first step of the third stage (corpus.THIRD)
 
     def rate(self, step: int) -> float:
         """Factor of the learning rate.
 
-        A linear warm-up, then a straight line to zero (Defazio et al. 2023, arXiv:2310.07831), and
-        another one in the third stage.
+        A linear warm-up, then a straight line to zero (Defazio et al. 2023, arXiv:2310.07831).
         """
-        if step >= self.third_from:
-            return self.third_rate * (self.steps - step) / (self.steps - self.third_from)
         if step < self.warmup:
             return (step + 1) / self.warmup
-        last = min(self.steps, self.third_from)
-        return (last - step) / (last - self.warmup)
-
-    def batch(self, step: int) -> int:
-        """Tokens in the batch of this step."""
-        if step < self.third_from:
-            return self.tokens_per_batch
-        return max(SHORTEST, round(self.tokens_per_batch * self.third_share))
-
-    def tokens(self, step: int) -> int:
-        """Tokens in all batches before this step."""
-        third = max(0, step - self.third_from)
-        return (step - third) * self.tokens_per_batch + third * self.batch(self.third_from)
+        return (self.steps - step) / (self.steps - self.warmup)
 
     def scaled(self, steps: int) -> "Recipe":
         """The same schedule for a shorter or longer run."""
@@ -153,24 +136,20 @@ class Trainer:
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = Causal()
         if torch.device(device).type == "cpu":
             self.attend = causal_in_blocks
-        self.optimizers = self._new_optimizers()
+        products = torch.float32
+        if self.mixed:
+            products = torch.bfloat16
+        rate, decay = recipe.learning_rate, recipe.weight_decay
+        self.optimizers = new_optimizers(self.model, rate, decay, products)
         rows = partial(Rows, self.tokenizer, recipe.seed, recipe.tokens_per_batch)
         self.short = rows(longest=512)
         self.long = rows()
-        third = recipe.batch(recipe.third_from)
         self.sources = {  # first step → source of the batches from there on
             0: self.short,
             recipe.long_rows_from: self.long,
             recipe.second_from: rows(stage=SECOND),
-            recipe.third_from: Rows(self.tokenizer, recipe.seed, third, stage=THIRD),
+            recipe.third_from: rows(stage=THIRD),
         }
-
-    def _new_optimizers(self) -> list[torch.optim.Optimizer]:
-        dtype = torch.float32
-        if self.mixed:
-            dtype = torch.bfloat16
-        rate = self.recipe.learning_rate
-        return new_optimizers(self.model, rate, self.recipe.weight_decay, dtype)
 
     def compile(self) -> bool:
         """Compile the layers and the loss with torch.compile. Returns whether that works.
@@ -212,9 +191,7 @@ class Trainer:
         return self.cross_entropy(logits, targets[counts])
 
     def train_step(self) -> float:
-        """Train on one batch. Returns its loss. The third stage begins with new optimizers."""
-        if self.step == self.recipe.third_from:
-            self.optimizers = self._new_optimizers()
+        """Train on one batch. Returns its loss."""
         loss = self.loss(*self.rows().batch(self.step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -273,21 +250,11 @@ class Trainer:
             optimizers = load_file(newest / "optimizer.safetensors", device=self.device)
         except (OSError, SafetensorError) as error:
             raise damaged(newest, error) from error
-        self._load_weights(weights)
-        self._load_optimizers(optimizers)
-        self.step = state["step"]
-
-    def start_third(self, folder: str | Path) -> None:
-        """Begin at the third stage, with the weights of a Hugging Face folder."""
-        stored = load_file(Path(folder) / names.SINGLE, device=self.device)
-        own = [name for name, _ in self.model.named_parameters()]
-        self._load_weights({name: stored[names.to_hugging_face(name)] for name in own})
-        self.step = self.recipe.third_from
-
-    def _load_weights(self, weights: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(weights[name])
+        self._load_optimizers(optimizers)
+        self.step = state["step"]
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         tensors = {}

@@ -83,12 +83,12 @@ def _add_run(parser: ArgumentParser) -> None:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--steps", type=integer(1), help="optimizer steps (default: 11,300, three stages)"
+        "--steps", type=integer(1), help="optimizer steps (default: 12,600, three stages)"
     )
     length.add_argument(
         "--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start"
     )
-    parser.add_argument("--batch-tokens", type=integer(64), help="tokens per step (default: 8,192)")
+    parser.add_argument("--batch-tokens", type=integer(64), help="tokens per step (default: 4,096)")
     parser.add_argument(
         "--checkpoint-every",
         type=integer(1),
@@ -334,7 +334,7 @@ def take_step(
     milestone = trainer.step % every == 0 or trainer.step == trainer.recipe.steps
     if milestone:
         record["validation"] = round(trainer.validate(), 4)
-    record |= {"step": trainer.step, "tokens": trainer.recipe.tokens(trainer.step)}
+    record |= {"step": trainer.step, "tokens": trainer.step * trainer.recipe.tokens_per_batch}
     metrics.write(json.dumps(record) + "\n")
     # Before the checkpoint: if the run is killed in between, --resume repeats the step and drops
     # this line.

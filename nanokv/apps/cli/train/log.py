@@ -63,7 +63,7 @@ class Progress:
         self.times.append(time.perf_counter())
         seconds = self.times[-1] - self.times[0]
         recipe = self.trainer.recipe
-        speed = (len(self.times) - 1) * recipe.batch(record["step"] - 1) / seconds
+        speed = (len(self.times) - 1) * recipe.tokens_per_batch / seconds
         steps = recipe.steps
         losses = f"loss {record['loss']:.3f}"
         if self.validation is not None:
@@ -73,7 +73,7 @@ class Progress:
             self.bar.update(self.task, completed=record["step"], description=line)
         elif "validation" in record or time.monotonic() - self.printed > EVERY_S:
             self.printed = time.monotonic()
-            left = (recipe.tokens(steps) - recipe.tokens(record["step"])) / speed
+            left = (steps - record["step"]) * recipe.tokens_per_batch / speed
             terminal.notice(f"{line} · ETA {left / 60:.0f} min", self.output)
         if "validation" in record:
             self.sample(record["step"])
