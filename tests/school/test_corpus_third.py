@@ -73,7 +73,7 @@ def exchanges(talk):
     ids=["first", "second"],
 )
 def test_the_first_two_stages_stay_as_they_are(stage, digest):
-    """A run of `nanokv train` draws the same batches until the third stage."""
+    """The conversations of the first two stages are those that they were."""
     drawn = [corpus.conversation(random.Random(f"x:{i}"), 15, stage=stage) for i in range(40)]
     assert hashlib.sha256(repr(drawn).encode()).hexdigest()[:16] == digest
 

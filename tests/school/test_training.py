@@ -36,6 +36,7 @@ from nanokv.school.training.run_folder import checkpoints
 from nanokv.school.training.trainer import Recipe, Trainer
 from nanokv.text.tokenizer import Tokenizer
 from small_training import EVERY, FLAGS, SMALL, STEPS, shrink, small_tokenizer
+from weights_loader import BUNDLED
 
 MESSAGES = (
     {"role": "system", "content": "Answer in one sentence."},
@@ -1030,8 +1031,22 @@ def test_the_export_can_be_talked_to(finished):
 # --- the real thing --------------------------------------------------------------------------------------------------
 
 
-def test_the_bundled_recipe_is_the_default():
-    """`nanokv train --out D` is the run whose model is bundled."""
+def test_the_help_and_the_card_have_the_recipe(capsys):
+    """Steps, tokens per step and bounds of the stages are those of Recipe()."""
+    assert train("unused", "--help") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    recipe = Recipe()
+    assert f"(default: {recipe.steps:,}, three stages)" in shown
+    assert f"tokens per step (default: {recipe.tokens_per_batch:,})" in shown
+    card = (BUNDLED["tiny"] / "README.md").read_text()
+    told = " ".join(card.split())
+    assert f"{recipe.steps:,} steps of {recipe.tokens_per_batch:,} tokens (51.6 M in all)" in told
+    assert f"From step {recipe.second_from:,} on the conversations have every kind" in told
+    assert f"From step {recipe.third_from:,} on they also have" in told
+
+
+def test_the_size_of_the_bundled_model():
+    """About 3 M parameters, at most 12 MB; heads times head dim is not the hidden size."""
     assert trainer.TINY.num_attention_heads * trainer.TINY.head_dim != trainer.TINY.hidden_size
     count = sum(p.numel() for p in trainer.Transformer(trainer.TINY).parameters())
     assert 2_500_000 < count < 3_500_000 and 2 * count < 12_000_000

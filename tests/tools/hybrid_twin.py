@@ -11,9 +11,9 @@ largest logit. A state has Dk·Dv numbers per head whatever N is; the keys and v
     hybrid         three layers with the smallest of these states, and one with attention
     attention      two layers; its full cache, and caches of the bytes of each state: a window with two sinks
 
-`chat` trains larger twins on the conversations of `nanokv train`: the first stage of its recipe, with half of the
-tokens per step. A talk tells one to six facts, each answered "Okay.", and asks for each. Counted are the facts of which
-the told value is the likeliest of six (nanokv/lab/bench/facts.py); chance is one of six.
+`chat` trains larger twins on the conversations of the first stage of `nanokv train`, 1,800 steps. A talk tells one to
+six facts, each answered "Okay.", and asks for each. Counted are the facts of which the told value is the likeliest of
+six (nanokv/lab/bench/facts.py); chance is one of six.
 
     3:1 DkxDv      the bundled model with a state in three of four layers (trainer.HYBRID)
     state DkxDv    the same with a state in every layer

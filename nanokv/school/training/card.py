@@ -34,8 +34,8 @@ The cache takes {kv:,} bytes per token in fp32.
 tokens ({tokens:.1f} M in all), Muon and AdamW, rows of 64 to 2,048 tokens, loss on the answers and
 on one in ten of the users' tokens. From step {second_from:,} on the conversations have every kind
 of exchange. From step {third_from:,} on they also have the usual first sentences of a chat, facts
-without names, emoji and other scripts, and answers of other assistants. These do not count in the
-loss, and of the users' tokens three in a hundred do.
+without names, emoji and other scripts, and answers of other assistants. Those answers do not count
+in the loss. Of the users' tokens three in a hundred do.
 The corpus is synthetic: a seeded generator writes all conversations, without text by other authors.
 One in eight of its names and nouns is held out of training.
 {made}

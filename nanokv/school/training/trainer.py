@@ -88,7 +88,7 @@ class Recipe:
     warmup: int = 75
     weight_decay: float = 0.1
     clip: float = 1.0
-    long_rows_from: int = 1600  # first step with rows of more than 512 tokens
+    long_rows_from: int = 1500  # first step with rows of more than 512 tokens
     second_from: int = 2000  # first step of the second stage (corpus.SECOND)
     third_from: int = 5000  # first step of the third stage (corpus.THIRD)
 
