@@ -403,14 +403,14 @@ def test_what_published_tokenizers_use_is_read(write, parts):
 def growth(regex: str, text: str) -> float:
     """How many times as long 8 times as much text takes: about 8 if the time is linear, 64 if it is quadratic.
 
-    It is processor time of this thread, and the best of three: other processes do not count.
+    It is processor time of this thread, and the best of six: other processes do not count.
     """
     splitting = tokenizers.pre_tokenizers.Split(tokenizers.Regex(regex), "isolated")
 
     def seconds(length: int) -> float:
         part = (text * length)[:length] + "\0"
         times = []
-        for _ in range(3):
+        for _ in range(6):
             began = time.thread_time()
             splitting.pre_tokenize_str(part)
             times.append(time.thread_time() - began)
