@@ -91,7 +91,7 @@ bench: $(VENV)/.chat ## how fast is it here: tokens per second, beside the bandw
 	@$(BIN)/nanokv bench $(ARGS)
 
 .PHONY: train
-train: $(VENV)/.dev ## to make the bundled model: OUT=runs/tiny, 2 to 5 hours
+train: $(VENV)/.dev ## to make the bundled model: OUT=runs/tiny, 1 to 7 hours
 	@$(BIN)/nanokv train --out $(OUT) $(ARGS)
 
 .PHONY: notebooks

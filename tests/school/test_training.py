@@ -875,7 +875,7 @@ def test_quiet_says_nothing(tmp_path, small, capsys):
 
 
 @pytest.mark.parametrize(
-    ("steps", "cases"), [(1, 5), (6, 5), (1260, 10), (6300, 50), (12600, 100), (13000, 100)]
+    ("steps", "cases"), [(1, 5), (8, 5), (1600, 10), (8000, 50), (16000, 100), (17000, 100)]
 )
 def test_a_short_run_is_evaluated_shortly(steps, cases):
     from nanokv.apps.cli.commands.train import cases_after
@@ -1040,7 +1040,7 @@ def test_the_help_and_the_card_have_the_recipe(capsys):
     assert f"tokens per step (default: {recipe.tokens_per_batch:,})" in shown
     card = (BUNDLED["tiny"] / "README.md").read_text()
     told = " ".join(card.split())
-    assert f"{recipe.steps:,} steps of {recipe.tokens_per_batch:,} tokens (51.6 M in all)" in told
+    assert f"{recipe.steps:,} steps of {recipe.tokens_per_batch:,} tokens (65.5 M in all)" in told
     assert f"From step {recipe.second_from:,} on the conversations have every kind" in told
     assert f"From step {recipe.third_from:,} on they also have" in told
 

@@ -81,7 +81,7 @@ HYBRID = replace(
 class Recipe:
     """The settings of a run. With the code and the machine's arithmetic they decide the weights."""
 
-    steps: int = 12600
+    steps: int = 16000
     seed: int = 0
     tokens_per_batch: int = 4096
     learning_rate: float = 3e-3

@@ -83,7 +83,7 @@ def _add_run(parser: ArgumentParser) -> None:
     )
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--steps", type=integer(1), help="optimizer steps (default: 12,600, three stages)"
+        "--steps", type=integer(1), help="optimizer steps (default: 16,000, three stages)"
     )
     length.add_argument(
         "--minutes", type=real(0, above=True), help="as many steps as fit, measured at the start"
