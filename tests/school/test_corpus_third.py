@@ -87,6 +87,19 @@ def test_the_third_stage_has_every_exchange_of_the_second():
         assert third[name] > 1.5 * second[name]
 
 
+def test_the_last_steps_differ_in_their_shares_only():
+    """No exchange is lost or new: lists, changes and codes come more often, questions about caches less."""
+    third, last = corpus.THIRD.segments, corpus.LAST.segments
+    assert replace(corpus.LAST, segments=third) == corpus.THIRD
+    assert set(last) == set(third)
+    assert {name for name in last if last[name] < corpus.SECOND.segments.get(name, 0)} == set()
+    lists = corpus.lists
+    for name in (corpus.about_user.update, lists.nth, lists.reverse, corpus.nearby.codes):
+        assert last[name] > third[name]
+    for name in (small_talk.cache_question, corpus.nearby.yes_or_no):
+        assert last[name] < third[name]
+
+
 def test_the_seed_decides_everything(talks):
     random.seed(1)
     for i in (9, 4):

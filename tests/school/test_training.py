@@ -211,8 +211,8 @@ def test_all_answers_count_and_a_tenth_of_the_rest():
         data.Rows(small_tokenizer(), 0, 1024, stage=stage) for stage in (corpus.FIRST, quiet)
     )
     rest = []
-    stages = corpus.FIRST, corpus.SECOND, corpus.THIRD
-    assert [stage.user_share for stage in stages] == [0.1, 0.1, 0.03]
+    stages = corpus.FIRST, corpus.SECOND, corpus.THIRD, corpus.LAST
+    assert [stage.user_share for stage in stages] == [0.1, 0.1, 0.03, 0.03]
     for i in range(40):
         ids, counts = rows.row(random.Random(i), 512)
         same, said = answers.row(random.Random(i), 512)
@@ -271,24 +271,31 @@ def test_batches_depend_on_their_number_alone():
 
 
 def test_rows_are_short_at_first_and_long_later():
-    """Curriculum: rows up to 512 tokens; the whole context; every exchange; those of the third stage too."""
-    recipe = Recipe(steps=8, tokens_per_batch=2048, long_rows_from=2, second_from=4, third_from=6)
+    """Curriculum: rows up to 512 tokens; the whole context; every exchange; the third stage; its last shares."""
+    recipe = Recipe(
+        steps=10,
+        tokens_per_batch=2048,
+        long_rows_from=2,
+        second_from=4,
+        third_from=6,
+        last_from=8,
+    )
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     assert {length for length, _ in run.short.lengths} == {64, 128, 256, 512}
     sources = [rows for _, rows in sorted(run.sources.items())]
     assert sources[:2] == [run.short, run.long] and sources[2].lengths == run.long.lengths
     assert 2048 in dict(run.long.lengths)
     assert [rows.stage for rows in sources[:3]] == [corpus.FIRST, corpus.FIRST, corpus.SECOND]
-    assert sources[3].stage is corpus.THIRD
+    assert sources[3].stage is corpus.THIRD and sources[4].stage is corpus.LAST
     assert {rows.tokens_per_batch for rows in sources} == {2048}
     assert sources[3].lengths == list(corpus.THIRD.lengths)
     used, batch = [], run.short.batch(0)
     for i, rows in enumerate(sources):
         rows.batch = lambda step, i=i: used.append((i, step)) or batch
     run.loss = lambda *batch: sum(p.sum() for p in run.model.parameters())
-    for _ in range(8):
+    for _ in range(10):
         run.train_step()
-    assert used == [(step // 2, step) for step in range(8)]
+    assert used == [(step // 2, step) for step in range(10)]
 
 
 def test_what_another_assistant_says_is_read_and_never_learnt():
@@ -355,16 +362,23 @@ def test_validation_uses_held_out_words(monkeypatch):
 
 def test_validation_draws_from_the_stage_that_is_trained():
     """The answers of a later stage have other words: on those of the first, the loss of a good model rises."""
-    recipe = Recipe(steps=4, tokens_per_batch=256, long_rows_from=1, second_from=2, third_from=3)
+    recipe = Recipe(
+        steps=5,
+        tokens_per_batch=256,
+        long_rows_from=1,
+        second_from=2,
+        third_from=3,
+        last_from=4,
+    )
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     losses = []
-    for run.step in range(4):  # the same weights
+    for run.step in range(5):  # the same weights
         losses.append(run.validate())
-    stages = (corpus.FIRST, corpus.FIRST, corpus.SECOND, corpus.THIRD)
+    stages = (corpus.FIRST, corpus.FIRST, corpus.SECOND, corpus.THIRD, corpus.LAST)
     rows = [data.Rows(run.tokenizer, 0, 256, stage=stage).held_out(8) for stage in stages]
     with torch.no_grad():
         assert losses == [run.loss(*batch) for batch in rows]
-    assert len(set(losses)) == 3
+    assert len(set(losses)) == 4
 
 
 def test_validation_counts_what_the_assistant_says():
@@ -520,7 +534,7 @@ def test_the_rate_warms_up_and_ends_near_zero(steps):
     assert [other - one for one, other in pairwise(rates[:warm])] == pytest.approx(
         [rates[0]] * (warm - 1)
     )
-    for name in ("warmup", "long_rows_from", "second_from", "third_from"):
+    for name in ("warmup", "long_rows_from", "second_from", "third_from", "last_from"):
         assert abs(getattr(recipe, name) / steps - getattr(Recipe, name) / Recipe.steps) < 1e-3
 
 
@@ -1043,6 +1057,7 @@ def test_the_help_and_the_card_have_the_recipe(capsys):
     assert f"{recipe.steps:,} steps of {recipe.tokens_per_batch:,} tokens (65.5 M in all)" in told
     assert f"From step {recipe.second_from:,} on the conversations have every kind" in told
     assert f"From step {recipe.third_from:,} on they also have" in told
+    assert f"From step {recipe.last_from:,} on lists" in told
 
 
 def test_the_size_of_the_bundled_model():

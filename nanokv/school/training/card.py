@@ -35,7 +35,8 @@ tokens ({tokens:.1f} M in all), Muon and AdamW, rows of 64 to 2,048 tokens, loss
 on one in ten of the users' tokens. From step {second_from:,} on the conversations have every kind
 of exchange. From step {third_from:,} on they also have the usual first sentences of a chat, facts
 without names, emoji and other scripts, and answers of other assistants. Those answers do not count
-in the loss. Of the users' tokens three in a hundred do.
+in the loss. Of the users' tokens three in a hundred do. From step {last_from:,} on lists, codes and
+changed facts come more often, and questions about caches less.
 The corpus is synthetic: a seeded generator writes all conversations, without text by other authors.
 One in eight of its names and nouns is held out of training.
 {made}

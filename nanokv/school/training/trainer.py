@@ -28,7 +28,7 @@ from nanokv.errors import NanoKVError
 from nanokv.layer_kinds import OnePlusNorm
 from nanokv.model import Transformer
 from nanokv.recurrent import GatedDeltaNet, gated_delta_chunks
-from nanokv.school.training.corpus import SECOND, THIRD
+from nanokv.school.training.corpus import LAST, SECOND, THIRD
 from nanokv.school.training.data import Rows, save_tokenizer, train_tokenizer
 from nanokv.school.training.muon import Muon
 from nanokv.school.training.run_folder import (
@@ -91,6 +91,7 @@ class Recipe:
     long_rows_from: int = 1500  # first step with rows of more than 512 tokens
     second_from: int = 2000  # first step of the second stage (corpus.SECOND)
     third_from: int = 5000  # first step of the third stage (corpus.THIRD)
+    last_from: int = 13000  # first step with the shares of corpus.LAST
 
     def rate(self, step: int) -> float:
         """Factor of the learning rate.
@@ -103,7 +104,7 @@ class Recipe:
 
     def scaled(self, steps: int) -> "Recipe":
         """The same schedule for a shorter or longer run."""
-        moved = ("warmup", "long_rows_from", "second_from", "third_from")
+        moved = ("warmup", "long_rows_from", "second_from", "third_from", "last_from")
         at = {name: round(getattr(self, name) * steps / self.steps) for name in moved}
         return replace(self, steps=steps, **at)
 
@@ -149,6 +150,7 @@ class Trainer:
             recipe.long_rows_from: self.long,
             recipe.second_from: rows(stage=SECOND),
             recipe.third_from: rows(stage=THIRD),
+            recipe.last_from: rows(stage=LAST),
         }
 
     def compile(self) -> bool:
