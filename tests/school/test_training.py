@@ -270,16 +270,18 @@ def test_batches_depend_on_their_number_alone():
     assert {inputs.numel() for inputs, _, _ in forwards} == {512}
 
 
+BOUNDS = ("long_rows_from", "second_from", "third_from", "last_from")
+
+
+def other_rows_every(steps, tokens_per_batch):
+    """A recipe whose five kinds of rows take so many steps each."""
+    bounds = {name: i * steps for i, name in enumerate(BOUNDS, start=1)}
+    return Recipe(steps=5 * steps, tokens_per_batch=tokens_per_batch, **bounds)
+
+
 def test_rows_are_short_at_first_and_long_later():
     """Curriculum: rows up to 512 tokens; the whole context; every exchange; the third stage; its last shares."""
-    recipe = Recipe(
-        steps=10,
-        tokens_per_batch=2048,
-        long_rows_from=2,
-        second_from=4,
-        third_from=6,
-        last_from=8,
-    )
+    recipe = other_rows_every(2, tokens_per_batch=2048)
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     assert {length for length, _ in run.short.lengths} == {64, 128, 256, 512}
     sources = [rows for _, rows in sorted(run.sources.items())]
@@ -362,14 +364,7 @@ def test_validation_uses_held_out_words(monkeypatch):
 
 def test_validation_draws_from_the_stage_that_is_trained():
     """The answers of a later stage have other words: on those of the first, the loss of a good model rises."""
-    recipe = Recipe(
-        steps=5,
-        tokens_per_batch=256,
-        long_rows_from=1,
-        second_from=2,
-        third_from=3,
-        last_from=4,
-    )
+    recipe = other_rows_every(1, tokens_per_batch=256)
     run = Trainer(recipe, config=SMALL, tokenizer=small_tokenizer())
     losses = []
     for run.step in range(5):  # the same weights
@@ -534,7 +529,7 @@ def test_the_rate_warms_up_and_ends_near_zero(steps):
     assert [other - one for one, other in pairwise(rates[:warm])] == pytest.approx(
         [rates[0]] * (warm - 1)
     )
-    for name in ("warmup", "long_rows_from", "second_from", "third_from", "last_from"):
+    for name in ("warmup", *BOUNDS):
         assert abs(getattr(recipe, name) / steps - getattr(Recipe, name) / Recipe.steps) < 1e-3
 
 
